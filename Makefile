@@ -1,0 +1,70 @@
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+# A smaller torch without CUDA: make quickstart TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+CONSTRAINTS := requirements/constraints.txt
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
+CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: help quickstart test check format cpp-test doctor clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+quickstart: $(VENV)/.installed  ## environment, build, and the main job: train on real text on two ranks (about 5 minutes)
+	$(BIN)/sb fit --config configs/quickstart.yaml
+
+test: $(VENV)/.dev cpp-test  ## the whole test suite
+	$(BIN)/python -m pytest
+
+cpp-test: $(VENV)/.dev  ## the C++ unit tests
+	@PATH="$(abspath $(BIN)):$$PATH"; cmake -S . -B build/cmake -G Ninja -DCMAKE_BUILD_TYPE=Release >build/cmake.log 2>&1 \
+	  && cmake --build build/cmake >>build/cmake.log 2>&1 || { cat build/cmake.log; exit 1; }; \
+	  ctest --test-dir build/cmake --output-on-failure
+
+check: $(VENV)/.dev  ## ruff, mypy, clang-format
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/.dev  ## rewrite the files as `make check` wants them
+	$(BIN)/ruff check --fix-only -q .
+	$(BIN)/ruff format -q .
+	$(BIN)/clang-format -i $(CXX_FILES)
+
+doctor: $(VENV)/.installed  ## what works on this machine, and why the rest does not
+	$(BIN)/sb doctor
+
+clean:  ## remove what was built (not the environment)
+	rm -rf build dist *.egg-info sb_lightning/*.so
+
+.PHONY: tools
+tools:
+	@command -v $(PYTHON) >/dev/null || { echo "python3 is not on PATH: sb_lightning needs Python >= 3.10. To fix it, install it (Debian/Ubuntu: apt-get install python3 python3-venv python3-dev), or pass PYTHON=/path/to/python3."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "$$($(PYTHON) --version) found: sb_lightning needs Python >= 3.10. To fix it, pass PYTHON=/path/to/a/newer/python3."; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "this Python has no venv module: the environment cannot be made. To fix it, install it (Debian/Ubuntu: apt-get install python3-venv)."; exit 1; }
+	@cxx="$${CXX:-$$(command -v g++ || echo c++)}"; command -v $${cxx%% *} >/dev/null || { echo "no C++ compiler on PATH: the attention kernels are C++17 and are built on this machine. To fix it, install one (Debian/Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++), or pass CXX=/path/to/compiler."; exit 1; }
+
+$(VENV)/.torch: $(CONSTRAINTS) | tools
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing torch and the build tools into $(VENV) ..."
+	@$(PIP) install -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PIP) install -c $(CONSTRAINTS) setuptools wheel ninja numpy
+	@mkdir -p build && touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
+	@echo "installing the dependencies and building the extension ..."
+	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed
+	@echo "installing the development tools ..."
+	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
+	@touch $@

@@ -1,0 +1,149 @@
+"""Build of the C++ extension; everything else is in pyproject.toml.
+
+Environment: `SB_BUILD_EXT=0` installs pure Python (only the reference backend then works), `CXX` names the compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+ATTENTION = Path("csrc/attention")
+# One source, compiled once per instruction set; the binding picks one at run time.
+ISA_FLAGS = {
+    "baseline": [],
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
+}
+KERNEL_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
+
+
+def message(found: str, why: str, change: str) -> str:
+    """Return an error text in three parts."""
+    return f"\nsb-lightning: {found}.\n  Why it matters: {why}.\n  What to do: {change}.\n"
+
+
+def compiler() -> list[str]:
+    """Return the C++ compiler's command, or stop with what to install."""
+    command = shlex.split(os.environ.get("CXX", "")) or ["g++" if shutil.which("g++") else "c++"]
+    if shutil.which(command[0]) is None:
+        raise SystemExit(
+            message(
+                f"no C++ compiler: '{command[0]}' is not on PATH",
+                "the attention kernels are C++17 and are built on this machine",
+                "install one (Debian/Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++) or point CXX at it; "
+                "SB_BUILD_EXT=0 installs without the kernels",
+            )
+        )
+    return command
+
+
+def isa_objects(out: Path) -> list[str]:
+    """Compile the kernels once per instruction set and return the object files."""
+    out.mkdir(parents=True, exist_ok=True)
+    source = ATTENTION / "cpu" / "kernels.cpp"
+    newest = max(path.stat().st_mtime for path in [*ATTENTION.rglob("*.h"), source, Path("setup.py")])
+    command = compiler()
+
+    def compile_one(isa: str) -> str:
+        target = out / f"kernels_{isa}.o"
+        if not target.exists() or target.stat().st_mtime < newest:
+            flags = [*KERNEL_FLAGS, *ISA_FLAGS[isa], f"-DSB_ISA={isa}", "-Icsrc"]
+            part = target.with_suffix(f".{os.getpid()}.tmp")
+            subprocess.run([*command, *flags, "-c", str(source), "-o", str(part)], check=True)
+            part.replace(target)
+        return str(target)
+
+    with ThreadPoolExecutor(min(len(ISA_FLAGS), os.cpu_count() or 1)) as pool:
+        return list(pool.map(compile_one, ISA_FLAGS))
+
+
+def extension_and_command() -> tuple[list, type]:
+    """Return the extension module and the command that builds it."""
+    try:
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError as error:
+        reason = str(error)
+
+        class MissingTorch(build_ext):
+            def run(self) -> None:
+                raise SystemExit(
+                    message(
+                        f"torch cannot be imported while building ({reason})",
+                        "the extension is built against the torch that it will run with, so pip must not build it in "
+                        "an isolated environment without torch",
+                        "install torch >= 2.11 first, then run: pip install --no-build-isolation .",
+                    )
+                )
+
+        from setuptools import Extension
+
+        return [Extension("sb_lightning._attention", [])], MissingTorch
+
+    module = CppExtension(
+        "sb_lightning._attention",
+        sorted(str(path) for path in ATTENTION.glob("*.cpp")),
+        include_dirs=["csrc"],
+        # The stable ABI of torch 2.11: one build serves every later torch.
+        define_macros=[
+            ("TORCH_TARGET_VERSION", "0x020b000000000000"),
+            ("Py_LIMITED_API", "0x030a0000"),
+        ],
+        extra_compile_args=["-O3", "-fopenmp", "-fvisibility=hidden"],
+        extra_link_args=["-fopenmp", "-s"],
+        py_limited_api=True,
+    )
+
+    has_ninja = shutil.which("ninja") is not None or _has_ninja_module()
+
+    class BuildAttention(BuildExtension):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, use_ninja=has_ninja, **kwargs)
+
+        def build_extensions(self) -> None:
+            compiler()
+            if not has_ninja:
+                print(
+                    message(
+                        "ninja is not installed",
+                        "the files are compiled one after another, which is slower",
+                        "pip install ninja, if you build often",
+                    ),
+                    file=sys.stderr,
+                )
+            objects = isa_objects(Path(self.build_temp) / "isa")
+            for extension in self.extensions:
+                extension.extra_objects = objects
+            super().build_extensions()
+
+    return [module], BuildAttention
+
+
+def _has_ninja_module() -> bool:
+    try:
+        import ninja  # noqa: F401
+    except ImportError:
+        return False
+    os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")])
+    return True
+
+
+if os.environ.get("SB_BUILD_EXT", "1") == "0":
+    setup()
+else:
+    os.chdir(ROOT)
+    modules, command = extension_and_command()
+    setup(
+        ext_modules=modules,
+        cmdclass={"build_ext": command},
+        options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    )
