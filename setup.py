@@ -1,6 +1,7 @@
 """Build of the C++ extension; everything else is in pyproject.toml.
 
-Environment: `SB_BUILD_EXT=0` installs pure Python (only the reference backend then works), `CXX` names the compiler.
+Environment: `SB_BUILD_EXT=0` installs pure Python, where only the reference backend works; `CXX` names
+the compiler.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def compiler() -> list[str]:
             message(
                 f"no C++ compiler: '{command[0]}' is not on PATH",
                 "the attention kernels are C++17 and are built on this machine",
-                "install one (Debian/Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++) or point CXX at it; "
-                "SB_BUILD_EXT=0 installs without the kernels",
+                "install one (Debian/Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++) or point CXX "
+                "at it; SB_BUILD_EXT=0 installs without the kernels",
             )
         )
     return command
@@ -79,8 +80,8 @@ def extension_and_command() -> tuple[list, type]:
                 raise SystemExit(
                     message(
                         f"torch cannot be imported while building ({reason})",
-                        "the extension is built against the torch that it will run with, so pip must not build it in "
-                        "an isolated environment without torch",
+                        "the extension is built against the torch that it will run with, so pip must not "
+                        "build it in an isolated environment",
                         "install torch >= 2.11 first, then run: pip install --no-build-isolation .",
                     )
                 )
@@ -130,7 +131,7 @@ def extension_and_command() -> tuple[list, type]:
 
 def _has_ninja_module() -> bool:
     try:
-        import ninja  # noqa: F401
+        import ninja
     except ImportError:
         return False
     os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", "")])

@@ -1,0 +1,284 @@
+"""MoBA attention for Hugging Face causal language models, through transformers' attention interface.
+
+`sparsify` makes a model run `moba_attention` in every layer. A forward pre-hook on the innermost
+base model works out once per forward where each sequence starts and hands that to every layer as
+keyword arguments, so it reaches them through PEFT wrappers, activation checkpointing and other
+people's LightningModules.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from sb_lightning._messages import explain
+from sb_lightning.attention.bounds import bounds_of_batch
+from sb_lightning.attention.checks import SUPPORTED_HEAD_DIMS, check_block_size, check_budget
+from sb_lightning.attention.functional import moba_attention
+
+__all__ = ["IMPLEMENTATION", "SparseSettings", "sparse_settings", "sparsify"]
+
+IMPLEMENTATION = "sb_moba"
+# Arguments of other models' attention functions that change the scores in ways MoBA does not define.
+SCORE_MODIFIERS = ("softcap", "s_aux", "position_bias", "sliding_window")
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseSettings:
+    """What `sparsify` was told."""
+
+    block_size: int
+    """Keys per block, B."""
+    budget: int
+    """Blocks a query attends when nothing tunes it, its own block included: k0."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers, counted from 0, that attend every block."""
+    backend: str | None = None
+    """Attention backend; None takes the best available."""
+
+    def budget_of(self, layer: int, max_seqlen: int) -> int:
+        """Return the budget of one layer; a dense layer's covers `max_seqlen` tokens."""
+        if layer in self.dense_layers:
+            return max(1, -(-max_seqlen // self.block_size))
+        return self.budget
+
+
+def sparsify(
+    model: ModuleT,
+    *,
+    block_size: int,
+    budget: int,
+    dense_layers: Sequence[int] = (),
+    backend: str | None = None,
+) -> ModuleT:
+    """Make a Hugging Face causal language model attend with MoBA. A second call changes the settings.
+
+    Packed batches are told apart by `cu_seqlens` and `max_seqlen` given to the model's forward, by
+    the names that transformers' own collator uses (`cu_seq_lens_q`, `max_length_q`), or else by
+    `position_ids` that restart and by a 2-D `attention_mask`. `generate()` works with a KV cache:
+    the prompt runs MoBA, later tokens attend the whole cache.
+
+    Args:
+        model: A `PreTrainedModel`, or any module that contains one (a PEFT model, a LightningModule).
+        block_size: Keys per block B, a multiple of 16.
+        budget: Blocks k0 that a query attends, its own block included; at least 1.
+        dense_layers: Layers, counted from 0, that keep full attention. MoBA's authors keep the last
+            ones dense.
+        backend: Name of one of `sb_lightning.attention.backends()`; None takes the best available.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: The model's attention has something MoBA does not define (sliding window, score
+            bias, dropout, sinks, an unsupported head dimension), or an argument is out of range.
+        TypeError: `model` contains no transformers model with interchangeable attention.
+    """
+    check_block_size(block_size)
+    check_budget(budget)
+    base, layers = _base_model(model)
+    settings = SparseSettings(
+        block_size=block_size,
+        budget=budget,
+        dense_layers=tuple(sorted(set(dense_layers))),
+        backend=backend,
+    )
+    known = {layer.layer_idx for layer in layers}
+    if unknown := [layer for layer in settings.dense_layers if layer not in known]:
+        raise ValueError(
+            explain(
+                f"dense_layers contains {unknown}",
+                f"the model's layers are 0 to {max(known)}",
+                "name only those",
+            )
+        )
+    for layer in layers:
+        _refuse_unsupported(base, layer)
+
+    AttentionInterface.register(IMPLEMENTATION, _attention_forward)
+    AttentionMaskInterface.register(IMPLEMENTATION, _attention_mask)
+    base.set_attn_implementation(IMPLEMENTATION)
+    for layer in layers:
+        layer.sb_settings = settings  # type: ignore[assignment]
+    if not hasattr(base, "sb_settings"):
+        names = tuple(inspect.signature(base.forward).parameters)
+        base.register_forward_pre_hook(_SequenceBoundsHook(names), with_kwargs=True)
+    base.sb_settings = settings
+    return model
+
+
+def sparse_settings(model: nn.Module) -> SparseSettings | None:
+    """Return what `sparsify` was told about this model, or None where it was not called."""
+    for module in model.modules():
+        settings = getattr(module, "sb_settings", None)
+        if isinstance(settings, SparseSettings):
+            return settings
+    return None
+
+
+class _SequenceBoundsHook:
+    """Adds `cu_seqlens` and `max_seqlen` to the keyword arguments of the base model's forward."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        if module.training and given.get("use_cache") is None:
+            kwargs["use_cache"] = False
+        cache = given.get("cache", given.get("past_key_values"))
+        if cache is not None and (torch.compiler.is_compiling() or int(cache.get_seq_length()) > 0):
+            return args, kwargs
+        cu_seqlens = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
+        max_seqlen = given.get("max_seqlen", given.get("max_length_q"))
+        if cu_seqlens is None:
+            cu_seqlens, max_seqlen = bounds_of_batch(
+                given.get("input_ids"),
+                given.get("inputs_embeds"),
+                given.get("attention_mask"),
+                given.get("position_ids"),
+            )
+        elif max_seqlen is None and not torch.compiler.is_compiling():
+            max_seqlen = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if len(cu_seqlens) > 1 else 0
+        kwargs["cu_seqlens"] = cu_seqlens.to(torch.int32)
+        kwargs["max_seqlen"] = int(max_seqlen) if isinstance(max_seqlen, Tensor) else max_seqlen
+        return args, kwargs
+
+
+def _attention_mask(
+    *args: Any, q_length: int, kv_length: int, q_offset: int | Tensor = 0, **kwargs: Any
+) -> Tensor | None:
+    """Mask function: none for whole sequences, whose bounds the hook found; SDPA's over a cache."""
+    if q_length == kv_length:
+        return None
+    mask: Tensor | None = sdpa_mask(
+        *args, q_length=q_length, kv_length=kv_length, q_offset=q_offset, **kwargs
+    )
+    return mask
+
+
+def _attention_forward(
+    module: nn.Module,
+    query: Tensor,  # [rows, Hq, columns, D]
+    key: Tensor,  # [rows, Hkv, keys, D]
+    value: Tensor,  # [rows, Hkv, keys, D]
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    settings = getattr(module, "sb_settings", None)
+    if not isinstance(settings, SparseSettings):
+        raise RuntimeError(
+            explain(
+                f"{type(module).__name__} runs '{IMPLEMENTATION}' without settings",
+                "block size and budget are set by sparsify()",
+                "call sb_lightning.attention.sparsify(model, block_size=..., budget=...)",
+            )
+        )
+    if dropout > 0:
+        raise ValueError(
+            explain(f"attention dropout is {dropout}", "MoBA has none", "set attention_dropout: 0")
+        )
+    for name in SCORE_MODIFIERS:
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                explain(f"the layer passes {name}", "MoBA does not define it", "use a model without it")
+            )
+    if query.shape[2] != key.shape[2]:
+        over_cache: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=0.0, scaling=scaling, **kwargs
+        )
+        return over_cache
+    if cu_seqlens is None or max_seqlen is None:
+        raise RuntimeError(
+            explain(
+                "the layer was given no cu_seqlens and max_seqlen",
+                "the bounds of the sequences come from a hook on the base model",
+                "call the model rather than a layer of it; under torch.compile pass both to its forward",
+            )
+        )
+    rows, heads, columns, dim = query.shape
+    budget = settings.budget_of(module.layer_idx, max_seqlen)  # type: ignore[arg-type]
+    packed = moba_attention(
+        query.transpose(1, 2).reshape(rows * columns, heads, dim),
+        key.transpose(1, 2).reshape(rows * columns, -1, key.shape[-1]),
+        value.transpose(1, 2).reshape(rows * columns, -1, value.shape[-1]),
+        cu_seqlens,
+        budget,
+        block_size=settings.block_size,
+        max_seqlen=max_seqlen,
+        max_budget=budget,
+        scale=scaling,
+        backend=settings.backend,
+    )
+    assert isinstance(packed, Tensor)
+    return packed.view(rows, columns, heads, dim), None
+
+
+def _base_model(model: nn.Module) -> tuple[PreTrainedModel, list[nn.Module]]:
+    """Return the innermost transformers model that holds all attention layers, and those layers."""
+    layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "num_key_value_groups")]
+    wanted = {id(layer) for layer in layers}
+    holding = [
+        m
+        for m in model.modules()
+        if layers and isinstance(m, PreTrainedModel) and wanted <= {id(part) for part in m.modules()}
+    ]
+    if not holding or not getattr(holding[-1], "_supports_attention_backend", False):
+        raise TypeError(
+            explain(
+                f"{type(model).__name__} holds no transformers model with interchangeable attention",
+                "sparsify() plugs into transformers' AttentionInterface",
+                "pass a decoder-only model such as Qwen2ForCausalLM or LlamaForCausalLM",
+            )
+        )
+    return holding[-1], layers
+
+
+def _refuse_unsupported(base: PreTrainedModel, layer: nn.Module) -> None:
+    for what, change in _obstacles(base.config.get_text_config(), layer):
+        raise ValueError(
+            explain(f"{type(base).__name__} has {what}", "MoBA attention does not define it", change)
+        )
+
+
+def _obstacles(config: Any, layer: nn.Module) -> list[tuple[str, str]]:
+    """Return what keeps a layer from MoBA, each with what to change."""
+    obstacles = []
+    types = set(getattr(config, "layer_types", None) or ())
+    window = getattr(layer, "sliding_window", None)
+    if window is None and not types:
+        window = getattr(config, "sliding_window", None)
+    if window is not None:
+        obstacles.append((f"a sliding window (sliding_window={window})", "set sliding_window=None"))
+    if patterns := sorted(types - {"full_attention"}):
+        obstacles.append((f"layers of type {patterns}", "use a model with full attention in all layers"))
+    if dropout := getattr(config, "attention_dropout", 0.0):
+        obstacles.append((f"attention_dropout={dropout}", "set attention_dropout=0.0 in its configuration"))
+    if getattr(layer, "sinks", None) is not None:
+        obstacles.append(("attention sinks", "use a model without them"))
+    if cap := getattr(config, "attn_logit_softcapping", None):
+        obstacles.append((f"capped scores (attn_logit_softcapping={cap})", "set attn_logit_softcapping=None"))
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
+        obstacles.append(("an additive attention bias (ALiBi)", "use a model with rotary positions"))
+    if getattr(layer, "is_causal", True) is False:
+        obstacles.append(("attention that is not causal", "use a decoder-only model"))
+    dim = getattr(layer, "head_dim", None)
+    if dim is not None and dim not in SUPPORTED_HEAD_DIMS:
+        choices = f"choose hidden_size / num_attention_heads from {SUPPORTED_HEAD_DIMS}"
+        obstacles.append((f"head_dim={dim}, which no kernel is built for", choices))
+    return obstacles
