@@ -7,6 +7,7 @@ the compiler.
 from __future__ import annotations
 
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -25,7 +26,19 @@ ISA_FLAGS = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
 }
-KERNEL_FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
+if platform.machine() not in ("x86_64", "AMD64"):
+    ISA_FLAGS = {"baseline": []}
+# Without exceptions the kernels share no symbol at all between instruction sets.
+KERNEL_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-exceptions",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+]
 
 
 def message(found: str, why: str, change: str) -> str:
@@ -92,13 +105,11 @@ def extension_and_command() -> tuple[list, type]:
 
     module = CppExtension(
         "sb_lightning._attention",
-        sorted(str(path) for path in ATTENTION.glob("*.cpp")),
-        include_dirs=["csrc"],
+        sorted(str(path) for path in ATTENTION.rglob("*.cpp") if path.name != "kernels.cpp"),
+        depends=sorted(str(path) for path in [*ATTENTION.rglob("*.h"), ATTENTION / "cpu" / "kernels.cpp"]),
+        include_dirs=[str(ROOT / "csrc")],
         # The stable ABI of torch 2.11: one build serves every later torch.
-        define_macros=[
-            ("TORCH_TARGET_VERSION", "0x020b000000000000"),
-            ("Py_LIMITED_API", "0x030a0000"),
-        ],
+        define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],
         extra_compile_args=["-O3", "-fopenmp", "-fvisibility=hidden"],
         extra_link_args=["-fopenmp", "-s"],
         py_limited_api=True,

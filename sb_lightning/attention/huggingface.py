@@ -138,7 +138,7 @@ class _SequenceBoundsHook:
         if module.training and given.get("use_cache") is None:
             kwargs["use_cache"] = False
         cache = given.get("cache", given.get("past_key_values"))
-        if cache is not None and (torch.compiler.is_compiling() or int(cache.get_seq_length()) > 0):
+        if cache is not None and _continues(cache, given.get("attention_mask")):
             return args, kwargs
         cu_seqlens = given.get("cu_seqlens", given.get("cu_seq_lens_q"))
         max_seqlen = given.get("max_seqlen", given.get("max_length_q"))
@@ -154,6 +154,15 @@ class _SequenceBoundsHook:
         kwargs["cu_seqlens"] = cu_seqlens.to(torch.int32)
         kwargs["max_seqlen"] = int(max_seqlen) if isinstance(max_seqlen, Tensor) else max_seqlen
         return args, kwargs
+
+
+def _continues(cache: Any, attention_mask: Any) -> bool:
+    """Return whether the queries attend a cache: one with tokens in it, or one of fixed size.
+
+    `generate()` prepares the masks of a cache of fixed size itself, as a dict.
+    """
+    is_prepared = isinstance(attention_mask, dict)
+    return torch.compiler.is_compiling() or is_prepared or int(cache.get_seq_length()) > 0
 
 
 def _attention_mask(

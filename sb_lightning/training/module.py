@@ -105,7 +105,9 @@ class CausalLMModule(LightningModule):
                 "max_position_embeddings": model.config.max_position_embeddings,
             }
         if self.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            # Its name before transformers 5.2x.
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
         if self.compile_layers:
             backbone_and_head(model)[0].compile(dynamic=True)
         self.model = model

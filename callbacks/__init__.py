@@ -1,0 +1,21 @@
+"""Lightning callbacks; import them from `sb_lightning.callbacks`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sb_lightning.callbacks.checkpoint import LastCheckpoint
+    from sb_lightning.callbacks.progress import TrainingProgress
+    from sb_lightning.callbacks.summary import RunSummary
+
+__all__ = ["LastCheckpoint", "RunSummary", "TrainingProgress"]
+
+_HOME = {"LastCheckpoint": "checkpoint", "RunSummary": "summary", "TrainingProgress": "progress"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"sb_lightning.callbacks.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

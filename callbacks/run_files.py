@@ -1,0 +1,47 @@
+"""Where a run keeps its files, and how they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+__all__ = ["run_directory", "write_json"]
+
+
+def run_directory(trainer: Trainer) -> Path:
+    """Return the folder of this run: the one that holds its `checkpoints`, for any logger.
+
+    `trainer.log_dir` is a broadcast, which must not be called on one rank only, and for some loggers it is
+    the folder of all runs; this is neither. Only rank zero's answer counts: other ranks may see another
+    version number.
+
+    Args:
+        trainer: A Trainer that has been set up.
+    """
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir)
+    logger = trainer.loggers[0]
+    own = getattr(logger, "log_dir", None)
+    if own is not None:
+        return Path(own)
+    version = logger.version
+    name = version if isinstance(version, str) else f"version_{version}"
+    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name or ""), name)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file whole or not at all, making its folder.
+
+    Args:
+        path: The file.
+        content: What json can write; a number that is not finite is an error.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    part.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(part, path)

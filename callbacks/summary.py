@@ -1,0 +1,257 @@
+"""The summary after a training: losses, throughput, work of each rank, where the files are."""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from rich import get_console
+from rich.table import Table
+
+from sb_lightning.attention.pairs import attended_pairs, causal_pairs
+from sb_lightning.callbacks.run_files import run_directory, write_json
+from sb_lightning.callbacks.windows import Clock, WindowMeter, loss_of_window
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from rich.console import Console
+
+__all__ = ["RunSummary"]
+
+
+class RunSummary(Callback):
+    """Prints a table when the training is over, and writes it as `summary.json` into the run's folder.
+
+    The work of a rank is the number of (query, key) pairs its attention visits, by closed form, for one query
+    head of one layer: block-sparse if the module has `sparse_settings` (with `block_size` and `budget`), else
+    dense. Tokens per second leave out validation and the first window. Losses "first" are those of the first
+    window and the first validation ever, also after a resume; everything else is about this run. Works in any
+    Lightning project; what cannot be known is left out. The ranks meet once, at the end.
+
+    Args:
+        loss_name: The logged loss of a window.
+        validation_loss_name: The logged loss of a validation run.
+
+    Example::
+
+        from lightning.pytorch import Trainer
+        from sb_lightning.callbacks import RunSummary
+        trainer = Trainer(callbacks=[RunSummary()])
+    """
+
+    clock: Clock = staticmethod(time.perf_counter)
+    """Replaced in tests."""
+
+    def __init__(self, loss_name: str = "train/loss", validation_loss_name: str = "val/loss") -> None:
+        self.loss_name = loss_name
+        self.validation_loss_name = validation_loss_name
+        self.console: Console | None = None
+        """Where to print; rich's global console if None."""
+        self.summary: dict[str, Any] | None = None
+        """What was printed, on rank zero, once the training is over."""
+        self._loss: dict[str, float | None] = {"first": None, "last": None}
+        self._validation: dict[str, float | None] = {"first": None, "last": None}
+        self._meter = WindowMeter()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._started = 0.0
+        self._windows = 0
+        self._seconds = 0.0
+        # Attended pairs, tokens, sequences, tokens of the windows whose time counts.
+        self._work = [0, 0, 0, 0]
+        self._ranks: list[list[int]] = []
+        self.summary = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start counting."""
+        self._reset()
+        self._started = self.clock()
+        self._meter = WindowMeter(self.clock, trainer.global_step)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count time."""
+        self._meter.resume()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the work of this rank."""
+        self._meter.add(batch)
+        window = self._meter.close(trainer)
+        if window is None:
+            return
+        self._windows += 1
+        self._work[0] += self._pairs(pl_module, window.lengths)
+        self._work[1] += window.tokens
+        self._work[2] += len(window.lengths)
+        if self._windows > 1:
+            self._work[3] += window.tokens
+            self._seconds += window.seconds
+        _note(self._loss, loss_of_window(trainer, outputs, self.loss_name))
+
+    @staticmethod
+    def _pairs(pl_module: LightningModule, lengths: list[int]) -> int:
+        settings = getattr(pl_module, "sparse_settings", None)
+        if settings is None:
+            return causal_pairs(lengths)
+        return attended_pairs(lengths, settings.budget, settings.block_size)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out the time of validation."""
+        self._meter.pause()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the validation's loss."""
+        value = trainer.callback_metrics.get(self.validation_loss_name)
+        if not trainer.sanity_checking and value is not None:
+            _note(self._validation, float(value))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out what lies between two epochs."""
+        self._meter.pause()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Bring the work of all ranks together."""
+        self._ranks = self.gather_work(trainer)
+
+    def gather_work(self, trainer: Trainer) -> list[list[int]]:
+        """Return each rank's four counts; all ranks must call this."""
+        rows = torch.zeros(
+            trainer.world_size, len(self._work), dtype=torch.int64, device=trainer.strategy.root_device
+        )
+        rows[trainer.global_rank] = torch.tensor(self._work)
+        if trainer.world_size > 1:
+            reduced = trainer.strategy.reduce(rows, reduce_op="sum")
+            assert isinstance(reduced, torch.Tensor)
+            rows = reduced
+        return [[int(count) for count in row] for row in rows.tolist()]
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Print the table and write the file; by now every checkpoint has been written."""
+        if not trainer.is_global_zero or not self._ranks:
+            return
+        directory = run_directory(trainer)
+        writes = not getattr(trainer, "fast_dev_run", False)
+        self.summary = self._build(trainer, pl_module, directory if writes else None)
+        if writes:
+            write_json(directory / "summary.json", self.summary)
+        (self.console or get_console()).print(_table(self.summary))
+
+    def _build(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> dict[str, Any]:
+        settings = getattr(pl_module, "sparse_settings", None)
+        pairs, tokens, sequences, timed = (sum(column) for column in zip(*self._ranks, strict=True))
+        # Ranks that share one batch (tensor parallel) have counted it several times.
+        replicas = (getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}).get("num_replicas")
+        share = (replicas or trainer.world_size) / trainer.world_size
+        return {
+            "version": 1,
+            "loss": _finite(self._loss),
+            "validation_loss": _finite(self._validation),
+            "windows": self._windows,
+            "global_step": trainer.global_step,
+            "tokens": round(tokens * share),
+            "sequences": round(sequences * share),
+            "tokens_per_s": timed * share / self._seconds if timed and self._seconds > 0 else None,
+            "training_s": self._seconds,
+            "wall_s": self.clock() - self._started,
+            "sparse": settings and {"block_size": int(settings.block_size), "budget": int(settings.budget)},
+            "ranks": [
+                {
+                    "rank": rank,
+                    "attended_pairs": row[0],
+                    "share": row[0] / pairs if pairs else None,
+                    "tokens": row[1],
+                    "sequences": row[2],
+                }
+                for rank, row in enumerate(self._ranks)
+            ],
+            "files": _files(trainer, directory),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the first losses: the same on all ranks, and what a resumed run cannot find out."""
+        return {"version": 1, "loss": self._loss["first"], "validation_loss": self._validation["first"]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the first losses over."""
+        self._loss = {"first": state_dict.get("loss"), "last": None}
+        self._validation = {"first": state_dict.get("validation_loss"), "last": None}
+
+
+def _note(series: dict[str, float | None], value: float | None) -> None:
+    if value is not None:
+        series["last"] = value
+        if series["first"] is None:
+            series["first"] = value
+
+
+def _finite(series: dict[str, float | None]) -> dict[str, float | None]:
+    return {
+        key: value if value is not None and math.isfinite(value) else None for key, value in series.items()
+    }
+
+
+def _files(trainer: Trainer, directory: Path | None) -> dict[str, Any]:
+    checkpoints: list[str] = []
+    for callback in trainer.checkpoint_callbacks:
+        for path in (getattr(callback, "best_model_path", ""), getattr(callback, "last_model_path", "")):
+            if path and path not in checkpoints and Path(path).exists():
+                checkpoints.append(path)
+    config = directory and directory / "config.yaml"
+    return {
+        "checkpoints": checkpoints,
+        "logs": str(directory) if directory and trainer.loggers else None,
+        "config": str(config) if config and config.exists() else None,
+        "summary": str(directory / "summary.json") if directory else None,
+    }
+
+
+def _table(summary: dict[str, Any]) -> Table:
+    table = Table(title="Run summary", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    # Paths are copied: fold them rather than cut them.
+    table.add_column(overflow="fold")
+
+    def row(name: str, *values: str | None) -> None:
+        shown = [value for value in values if value]
+        if shown:
+            table.add_row(name, "\n".join(shown))
+
+    row("train loss", _change(summary["loss"]))
+    row("validation loss", _change(summary["validation_loss"]))
+    row("windows", f"{summary['windows']:,}")
+    if summary["tokens"]:
+        row("tokens", f"{summary['tokens']:,} in {summary['sequences']:,} sequences")
+    if summary["tokens_per_s"]:
+        row("tokens/s", f"{summary['tokens_per_s']:,.0f} (without validation and the first window)")
+    row("wall time", str(timedelta(seconds=round(summary["wall_s"]))))
+    sparse = summary["sparse"]
+    if summary["tokens"]:
+        row("attention", f"{sparse['budget']} blocks of {sparse['block_size']} keys" if sparse else "dense")
+    for rank in summary["ranks"]:
+        if rank["share"] is not None:
+            row(
+                f"work of rank {rank['rank']}",
+                f"{rank['share']:.1%}: {rank['attended_pairs']:,} attended pairs, "
+                f"{rank['tokens']:,} tokens, {rank['sequences']:,} sequences",
+            )
+    files = summary["files"]
+    row("checkpoint", *files["checkpoints"])
+    row("logs", files["logs"])
+    row("config", files["config"])
+    row("this table", files["summary"])
+    return table
+
+
+def _change(series: dict[str, float | None]) -> str | None:
+    if series["first"] is None or series["last"] is None:
+        return None
+    return f"{series['first']:.4f} -> {series['last']:.4f}"

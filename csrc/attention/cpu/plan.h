@@ -1,0 +1,29 @@
+// How the work is cut: a function of the shapes alone, so that results do not depend on the number
+// of threads.
+#pragma once
+
+#include <vector>
+
+#include "attention/problem.h"
+
+namespace sb {
+
+struct Plan {
+  std::vector<Task> tasks;
+  std::vector<MeanTask> mean_tasks;
+  TaskList task_list{};
+  MeanList mean_list{};
+};
+
+// True if all rows of this (sequence, KV head) attend every earlier block.
+bool IsDense(const Problem& problem, int64_t sequence, int64_t kv_head);
+
+int64_t NumBlocks(const Problem& problem, int64_t sequence);
+
+enum class Order { kAscending, kLongestFirst };
+
+// Tasks of all (sequence, KV head), `chunk` tokens each; 0 chooses. kAscending: chunk by chunk, as
+// turns need it.
+Plan MakePlan(const Problem& problem, Order order, int64_t chunk, bool with_means);
+
+}  // namespace sb

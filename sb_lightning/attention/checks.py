@@ -1,0 +1,322 @@
+"""Checks of what users pass to the attention functions; each error names the argument."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+
+import torch
+from torch import Tensor
+
+from sb_lightning._messages import explain
+
+__all__ = [
+    "SUPPORTED_DTYPES",
+    "SUPPORTED_HEAD_DIMS",
+    "check_block_size",
+    "check_budget",
+    "check_kernel_limits",
+    "check_layout",
+    "check_values",
+    "expand_budget",
+]
+
+SUPPORTED_HEAD_DIMS = (32, 64, 128)
+"""Head dimensions of the kernels."""
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of the kernels."""
+MAX_BLOCKS = 32767
+"""Most blocks of a sequence: block numbers are int16."""
+INT32_MAX = 2**31 - 1
+
+_HOW_BOUNDS = "pass cu_seqlens = cumulative sum of the sequence lengths, with 0 in front, as int32"
+
+
+def check_block_size(block_size: int) -> None:
+    """Refuse a block size that is not a positive multiple of 16.
+
+    Raises:
+        ValueError: It is not.
+
+    Example:
+        >>> check_block_size(64)
+    """
+    if block_size < 16 or block_size % 16 != 0:
+        raise ValueError(
+            explain(
+                f"block_size is {block_size}",
+                "the kernels work in steps of 16 keys",
+                "pass a positive multiple of 16, such as block_size=64",
+            )
+        )
+
+
+def check_budget(budget: int) -> None:
+    """Refuse a budget below 1.
+
+    Raises:
+        TypeError: The budget is no integer.
+        ValueError: It is below 1.
+
+    Example:
+        >>> check_budget(8)
+    """
+    if isinstance(budget, bool) or not hasattr(type(budget), "__index__"):
+        raise TypeError(
+            explain(
+                f"budget is a {type(budget).__name__}",
+                "it counts blocks",
+                "pass an int, or an int32 tensor that broadcasts to [sequences, query heads]",
+            )
+        )
+    if budget < 1:
+        raise ValueError(
+            explain(
+                f"budget is {budget}",
+                "a query always attends its own block, so the budget counts at least 1",
+                "pass budget >= 1 (1 attends the own block only)",
+            )
+        )
+
+
+def check_layout(q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor) -> None:
+    """Check shapes, dtypes and devices.
+
+    Raises:
+        TypeError: An argument is no tensor.
+        ValueError: The shapes, dtypes or devices do not fit together.
+    """
+    named = {"q": q, "k": k, "cu_seqlens": cu_seqlens} | ({} if v is None else {"v": v})
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                explain(f"{name} is a {type(x).__name__}", "the attention runs on tensors", "pass a tensor")
+            )
+        if x.device != q.device:
+            raise ValueError(
+                explain(
+                    f"{name} is on {x.device} and q on {q.device}",
+                    "one device runs the attention",
+                    f"move {name} to {q.device}",
+                )
+            )
+    for name in ("q", "k", "v"):
+        x = named.get(name, q)
+        if x.dim() != 3:
+            raise ValueError(
+                explain(
+                    f"{name} has shape {tuple(x.shape)}",
+                    "sequences are packed one after another, without a batch dimension",
+                    f"pass {name} as [tokens, heads, head_dim]",
+                )
+            )
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(
+                explain(
+                    f"{name} has {x.shape[0]} tokens and q has {q.shape[0]}",
+                    "every query is also a key of its sequence: attention over a cache of earlier keys "
+                    "(q_len != k_len) is not defined here",
+                    "pass q, k and v of the same tokens, and use dense attention for decoding",
+                )
+            )
+        if x.shape[2] != q.shape[2]:
+            raise ValueError(
+                explain(
+                    f"{name} has head_dim {x.shape[2]} and q has {q.shape[2]}",
+                    "all three share one head dimension",
+                    "make the last dimension of q, k and v equal",
+                )
+            )
+        if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+            raise ValueError(
+                explain(
+                    f"{name} is {x.dtype} and q is {q.dtype}",
+                    "the kernels take one dtype",
+                    "convert q, k and v to the same dtype, or run under torch.autocast",
+                )
+            )
+    if v is not None and v.shape[1] != k.shape[1]:
+        raise ValueError(
+            explain(
+                f"v has {v.shape[1]} heads and k has {k.shape[1]}",
+                "every key has one value",
+                "pass k and v with the same number of heads",
+            )
+        )
+    if k.shape[1] == 0 or q.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise ValueError(
+            explain(
+                f"q has {q.shape[1]} heads and k has {k.shape[1]}",
+                "every KV head serves the same number of query heads",
+                "make the number of query heads a multiple of the number of KV heads",
+            )
+        )
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype != torch.int32 or cu_seqlens.shape[0] == 0:
+        raise ValueError(
+            explain(
+                f"cu_seqlens is {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}",
+                "it holds where each sequence starts, and the end",
+                _HOW_BOUNDS,
+            )
+        )
+
+
+def check_kernel_limits(q: Tensor) -> None:
+    """Check what the kernels, but not the reference, limit.
+
+    Raises:
+        ValueError: The head dimension or dtype is none of theirs.
+    """
+    if q.shape[2] not in SUPPORTED_HEAD_DIMS:
+        raise ValueError(
+            explain(
+                f"head_dim is {q.shape[2]}",
+                f"the kernels are built for {', '.join(map(str, SUPPORTED_HEAD_DIMS))}",
+                "choose one of those, or pass backend='reference' (plain torch, slow)",
+            )
+        )
+    if q.dtype not in SUPPORTED_DTYPES and not torch.is_autocast_enabled(q.device.type):
+        raise ValueError(
+            explain(
+                f"q is {q.dtype}",
+                "the kernels run float32, bfloat16 and float16",
+                "convert q, k and v, or pass backend='reference' (plain torch, slow)",
+            )
+        )
+
+
+def expand_budget(budget: int | Tensor, num_sequences: int, num_heads: int, device: torch.device) -> Tensor:
+    """Return the budget as int32 # [N, Hq].
+
+    Raises:
+        TypeError: It is neither an int nor a tensor.
+        ValueError: It is an int below 1, or a tensor of another dtype, device or shape.
+    """
+    if not isinstance(budget, Tensor):
+        check_budget(budget)
+        value = min(operator.index(budget), INT32_MAX)
+        return torch.full((num_sequences, num_heads), value, dtype=torch.int32, device=device)
+    change = (
+        f"pass an int, or an int32 tensor on {device} that broadcasts to "
+        f"[sequences, query heads] = [{num_sequences}, {num_heads}]"
+    )
+    if budget.dtype != torch.int32 or budget.device != device:
+        raise ValueError(
+            explain(f"budget is {budget.dtype} on {budget.device}", "the kernels read it as int32", change)
+        )
+    wanted = (num_sequences, num_heads)
+    fits = budget.dim() <= 2 and all(
+        have in (1, want) for have, want in zip(reversed(budget.shape), reversed(wanted), strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            explain(
+                f"budget has shape {tuple(budget.shape)}",
+                "there is one budget per sequence and query head",
+                change,
+            )
+        )
+    return budget.expand(wanted).contiguous()
+
+
+def check_values(
+    tokens: int,
+    group: int,
+    cu_seqlens: Tensor,
+    budget: Tensor,
+    block_size: int,
+    max_seqlen: int | None,
+    max_budget: int | None,
+) -> tuple[int, int]:
+    """Check what can only be seen by reading the tensors, and return `max_seqlen` and `max_budget`.
+
+    This waits for the device once. `max_budget` is cut to the blocks of the longest sequence, since
+    it sizes the selection.
+
+    Raises:
+        ValueError: `cu_seqlens` does not cover the tokens, a sequence has too many blocks, a budget is
+            below 1, or `max_seqlen` or `max_budget` is below what the tensors hold.
+    """
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0:
+        raise ValueError(
+            explain(f"cu_seqlens starts at {bounds[0]}", "the first sequence starts at token 0", _HOW_BOUNDS)
+        )
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    if any(length < 0 for length in lengths):
+        where = next(i for i, length in enumerate(lengths) if length < 0)
+        raise ValueError(
+            explain(
+                f"cu_seqlens decreases at position {where + 1} ({bounds[where]} to {bounds[where + 1]})",
+                "a length cannot be negative",
+                _HOW_BOUNDS,
+            )
+        )
+    if bounds[-1] != tokens:
+        raise ValueError(
+            explain(
+                f"cu_seqlens ends at {bounds[-1]} and q has {tokens} tokens",
+                "every token belongs to a sequence",
+                _HOW_BOUNDS,
+            )
+        )
+    longest = max(lengths, default=0)
+    if max_seqlen is None:
+        max_seqlen = longest
+    elif max_seqlen < longest:
+        raise ValueError(
+            explain(
+                f"max_seqlen is {max_seqlen} and a sequence has {longest} tokens",
+                "max_seqlen must bound every length",
+                f"pass max_seqlen >= {longest}, or leave it out",
+            )
+        )
+    num_blocks = -(-longest // block_size)
+    if num_blocks > MAX_BLOCKS:
+        raise ValueError(
+            explain(
+                f"block_size is {block_size} and a sequence has {longest} tokens",
+                f"that is {num_blocks} blocks, and block numbers are 16-bit (at most {MAX_BLOCKS})",
+                f"pass block_size >= {-(-longest // MAX_BLOCKS + 15) // 16 * 16}",
+            )
+        )
+    if longest * group > INT32_MAX:
+        raise ValueError(
+            explain(
+                f"cu_seqlens holds a sequence of {longest} tokens, with {group} query heads per KV head",
+                "tokens times query heads per KV head must stay below 2^31",
+                "cut the sequence",
+            )
+        )
+    return max_seqlen, _check_budget_values(lengths, budget, block_size, num_blocks, max_budget)
+
+
+def _check_budget_values(
+    lengths: list[int], budget: Tensor, block_size: int, num_blocks: int, max_budget: int | None
+) -> int:
+    """Check the budgets and return the largest that any sequence can use."""
+    if max_budget is not None and max_budget < 1:
+        raise ValueError(
+            explain(f"max_budget is {max_budget}", "every budget is at least 1", "pass max_budget >= 1")
+        )
+    most = 1
+    for n, (length, row) in enumerate(zip(lengths, budget.tolist(), strict=True)):
+        if min(row) < 1:
+            raise ValueError(
+                explain(
+                    f"budget of sequence {n} is {min(row)}",
+                    "a query always attends its own block, so the budget counts at least 1",
+                    "pass budget >= 1 (1 attends the own block only)",
+                )
+            )
+        used = min(max(row), -(-length // block_size))
+        if max_budget is not None and used > max_budget:
+            raise ValueError(
+                explain(
+                    f"budget of sequence {n} is {max(row)} and max_budget is {max_budget}",
+                    "max_budget sizes the selection and must bound every budget",
+                    f"pass max_budget >= {used}, or leave it out",
+                )
+            )
+        most = max(most, used)
+    return most if max_budget is None else max(1, min(max_budget, num_blocks))

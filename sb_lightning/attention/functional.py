@@ -1,0 +1,173 @@
+"""The attention functions that users call."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sb_lightning._messages import explain
+from sb_lightning.attention import (
+    ops as _ops,  # noqa: F401  (registers what torch needs to know of the ops)
+)
+from sb_lightning.attention import reference
+from sb_lightning.attention.backends import choose_backend
+from sb_lightning.attention.checks import (
+    check_block_size,
+    check_kernel_limits,
+    check_layout,
+    check_values,
+    expand_budget,
+)
+
+__all__ = ["moba_attention", "moba_select"]
+
+
+def moba_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    budget: int | Tensor,
+    *,
+    block_size: int,
+    max_seqlen: int | None = None,
+    max_budget: int | None = None,
+    scale: float | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Block-sparse causal attention over packed sequences (MoBA, arXiv 2502.13189), with gradients.
+
+    A query attends its own block causally and, of the earlier blocks of its sequence, the
+    `budget - 1` whose mean key has the highest dot product with it, under one softmax. The selection
+    has no gradient. The budget is data: another one never compiles anything anew.
+
+    Args:
+        q: # [T, Hq, D], fp32, bf16 or fp16, D one of 32, 64, 128; token and head strides are free,
+            a last dimension that is not contiguous is copied.
+        k: # [T, Hkv, D]; Hq is a multiple of Hkv.
+        v: # [T, Hkv, D]
+        cu_seqlens: Where sequences start, and the end # [N + 1] int32
+        budget: Blocks a query attends, its own included (1: only that one; more than there are: all);
+            int, or int32 that broadcasts to [N, Hq].
+        block_size: Keys per block, a multiple of 16.
+        max_seqlen: Bound of the lengths. Read from `cu_seqlens` if None, except under
+            `torch.compile`, which must not wait for data.
+        max_budget: Bound of the budgets, likewise; it sizes the selection.
+        scale: Factor of the logits; head_dim^-0.5 if None.
+        deterministic: Ask for gradients that are the same bit for bit in every run. On CPU they always
+            are, for any number of threads.
+        return_lse: Also return the logarithm of the softmax's denominator; it has a gradient.
+        backend: "cpu", "reference" or None for the best available.
+
+    Returns:
+        out # [T, Hq, D], and with `return_lse` lse # [Hq, T] fp32
+
+    Raises:
+        TypeError: An argument is of the wrong kind.
+        ValueError: A shape, dtype or value cannot work; the message names the argument.
+        RuntimeError: The backend does not run here.
+
+    Example:
+        >>> import torch
+        >>> q, kv = torch.randn(100, 4, 64), torch.randn(100, 2, 64)
+        >>> cu_seqlens = torch.tensor([0, 70, 100], dtype=torch.int32)
+        >>> moba_attention(q, kv, kv, cu_seqlens, 2, block_size=32).shape
+        torch.Size([100, 4, 64])
+    """
+    chosen, budget, max_seqlen, max_budget = _prepare(
+        q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend
+    )
+    if scale is None:
+        scale = q.shape[2] ** -0.5
+    elif not math.isfinite(scale):
+        raise ValueError(
+            explain(f"scale is {scale}", "it multiplies every logit", "pass a finite scale, or leave it out")
+        )
+    if chosen == "reference":
+        return reference.moba_attention(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            budget,
+            block_size=block_size,
+            max_seqlen=max_seqlen,
+            max_budget=max_budget,
+            scale=scale,
+            return_lse=return_lse,
+        )
+    out, lse, _ = torch.ops.sb.moba_attention(
+        q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, scale, deterministic
+    )
+    return (out, lse) if return_lse else out
+
+
+def moba_select(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    budget: int | Tensor,
+    *,
+    block_size: int,
+    max_seqlen: int | None = None,
+    max_budget: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Return which earlier blocks each query attends; arguments as for `moba_attention`.
+
+    Returns:
+        Numbers of the blocks within their sequence, ascending, -1 where there is none
+        # [Hq, T, max_budget - 1] int16
+    """
+    chosen, budget, max_seqlen, max_budget = _prepare(
+        q, k, None, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend
+    )
+    if chosen == "reference":
+        return reference.moba_select(
+            q, k, cu_seqlens, budget, block_size=block_size, max_seqlen=max_seqlen, max_budget=max_budget
+        )
+    with torch.no_grad():
+        selection: Tensor = torch.ops.sb.moba_select(
+            q, k, cu_seqlens, budget, block_size, max_seqlen, max_budget
+        )
+    return selection
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cu_seqlens: Tensor,
+    budget: int | Tensor,
+    block_size: int,
+    max_seqlen: int | None,
+    max_budget: int | None,
+    backend: str | None,
+) -> tuple[str, Tensor, int, int]:
+    """Check everything; return the backend, the budget # [N, Hq], and the two bounds."""
+    check_block_size(block_size)
+    check_layout(q, k, v, cu_seqlens)
+    chosen = choose_backend(backend, q.device.type)
+    if chosen != "reference":
+        check_kernel_limits(q)
+    num_heads, group = q.shape[1], q.shape[1] // k.shape[1]
+    expanded = expand_budget(budget, cu_seqlens.shape[0] - 1, num_heads, q.device)
+    if torch.compiler.is_compiling():
+        for name, bound in (("max_seqlen", max_seqlen), ("max_budget", max_budget)):
+            if bound is None:
+                raise ValueError(
+                    explain(
+                        f"{name} is None under torch.compile",
+                        "a compiled graph cannot read it from the tensors",
+                        f"pass {name} as an int that bounds all sequences",
+                    )
+                )
+        assert max_seqlen is not None
+        assert max_budget is not None
+        return chosen, expanded, max_seqlen, max_budget
+    bounds = check_values(q.shape[0], group, cu_seqlens, expanded, block_size, max_seqlen, max_budget)
+    return chosen, expanded, *bounds

@@ -1,0 +1,88 @@
+"""Loading of the C++ extension, once, without ever breaking an import of the package."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+__all__ = ["EXTENSION", "REBUILD", "SCHEMA_VERSION", "Extension", "find_extension", "load_extension"]
+
+SCHEMA_VERSION = "1"
+"""Version of the op schemas that this package calls; csrc/attention/bindings.cpp holds the same number."""
+
+REBUILD = (
+    "python setup.py build_ext --inplace (in a source tree), or "
+    "pip install --no-build-isolation --force-reinstall --no-deps sb-lightning"
+)
+"""The command that builds the extension anew."""
+
+_MARKER = re.compile(rb"sb_lightning attention schema ([0-9]+);")
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What became of the extension."""
+
+    path: Path | None
+    """The file, if there is one."""
+    isa: str
+    """The instruction set whose kernels run, or an empty string where the extension was refused."""
+    refusal: str
+    """Why the extension was refused, with what to do; empty where it runs."""
+
+    @property
+    def available(self) -> bool:
+        """Whether the ops of namespace `sb` are registered and run."""
+        return not self.refusal
+
+
+def find_extension(package: Path) -> Path | None:
+    """Return the extension's file in the folder of the package, or None."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = package / f"_attention{suffix}"
+        if path.exists():
+            return path
+    return None
+
+
+def load_extension(path: Path | None) -> Extension:
+    """Load the extension, or say why not.
+
+    The file is read before it is loaded: the ops of one that was built from other sources would
+    otherwise be registered before anybody could look at their schemas.
+    """
+    if path is None:
+        return Extension(None, "", f"the C++ extension is not built; build it with: {REBUILD}")
+    try:
+        found = _MARKER.search(path.read_bytes())
+    except OSError as error:
+        return Extension(path, "", f"{path} cannot be read ({error}); rebuild it with: {REBUILD}")
+    if found is None:
+        refusal = (
+            f"{path} is no build of this extension (it has no schema version); rebuild it with: {REBUILD}"
+        )
+        return Extension(path, "", refusal)
+    version = found.group(1).decode()
+    if version != SCHEMA_VERSION:
+        refusal = (
+            f"{path} was built from other sources (op schemas {version}, this package needs "
+            f"{SCHEMA_VERSION}); rebuild it with: {REBUILD}"
+        )
+        return Extension(path, "", refusal)
+    try:
+        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+    except (OSError, ImportError, RuntimeError) as error:
+        return Extension(path, "", f"{path} cannot be loaded ({error}); rebuild it with: {REBUILD}")
+    try:
+        isa = torch.ops.sb.cpu_isa()
+    except RuntimeError as error:
+        return Extension(path, "", str(error).splitlines()[0])
+    return Extension(path, isa, "")
+
+
+EXTENSION = load_extension(find_extension(Path(__file__).resolve().parent.parent))
+"""The extension of this process."""

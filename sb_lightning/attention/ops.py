@@ -1,0 +1,247 @@
+"""What torch needs to know of the ops besides their kernels: shapes, gradient, autocast rule, FLOPs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from sb_lightning.attention.library import EXTENSION
+
+__all__ = ["register_ops"]
+
+
+def _select_shape(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    budget: Tensor,
+    block_size: int,
+    max_seqlen: int,
+    max_budget: int,
+) -> Tensor:
+    return q.new_empty((q.shape[1], q.shape[0], max_budget - 1), dtype=torch.int16)
+
+
+def _index_shapes(
+    selection: Tensor, cu_seqlens: Tensor, budget: Tensor, block_size: int, group: int
+) -> tuple[Tensor, Tensor]:
+    num_heads, tokens, width = selection.shape
+    num_lists = num_heads // group * (tokens // block_size + cu_seqlens.shape[0] - 1)
+    lists = selection.new_empty(num_lists + 1, dtype=torch.int64)
+    return lists, selection.new_empty(tokens * num_heads * width, dtype=torch.int32)
+
+
+def _forward_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selection: Tensor,
+    list_ptr: Tensor,
+    list_rows: Tensor,
+    cu_seqlens: Tensor,
+    budget: Tensor,
+    block_size: int,
+    max_seqlen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _backward_shapes(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    selection: Tensor,
+    list_ptr: Tensor,
+    list_rows: Tensor,
+    cu_seqlens: Tensor,
+    budget: Tensor,
+    block_size: int,
+    max_seqlen: int,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _attention_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    budget: Tensor,
+    block_size: int,
+    max_seqlen: int,
+    max_budget: int,
+    scale: float,
+    deterministic: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    selection = q.new_empty((q.shape[1], q.shape[0], max_budget - 1), dtype=torch.int16)
+    return q.new_empty(q.shape), lse, selection
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, budget, block_size, max_seqlen, _max_budget, scale, deterministic = inputs
+    out, lse, selection = output
+    # Not the index: a counting sort makes it again, and it is larger than all of these at high budgets.
+    ctx.save_for_backward(q, k, v, out, lse, selection, cu_seqlens, budget)
+    ctx.block_size, ctx.max_seqlen = block_size, max_seqlen
+    ctx.scale, ctx.deterministic = scale, deterministic
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dselection: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, selection, cu_seqlens, budget = ctx.saved_tensors
+    none = (None,) * 7
+    if dout is None and dlse is None:
+        return (None, None, None, *none)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    group = q.shape[1] // k.shape[1]
+    list_ptr, list_rows = torch.ops.sb.moba_index(selection, cu_seqlens, budget, ctx.block_size, group)
+    dq, dk, dv = torch.ops.sb.moba_backward(
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        selection,
+        list_ptr,
+        list_rows,
+        cu_seqlens,
+        budget,
+        ctx.block_size,
+        ctx.max_seqlen,
+        ctx.scale,
+        ctx.deterministic,
+    )
+    return (dq, dk, dv, *none)
+
+
+def _most_pairs(tokens: int, max_seqlen: int, budget: int, block_size: int) -> int:
+    """Bound the attended pairs of one head: sequences as long as they may be, all at `budget`."""
+
+    def pairs(length: int) -> int:
+        full, rest = divmod(length, block_size)
+        own = full * block_size * (block_size + 1) // 2 + rest * (rest + 1) // 2
+        few = min(full, budget - 1)  # blocks whose rows see every earlier one
+        past = block_size * few * (few - 1) // 2 + block_size * (full - few) * (budget - 1)
+        return own + block_size * (past + rest * few)
+
+    count, rest = divmod(tokens, max(max_seqlen, 1))
+    return count * pairs(max_seqlen) + pairs(rest)
+
+
+def _attention_flops(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu: Any,
+    budget: Any,
+    block_size: int,
+    max_seqlen: int,
+    max_budget: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Count two products of the pairs; an upper bound, by `max_budget` and `max_seqlen` alone."""
+    return 4 * int(q[1] * q[2]) * _most_pairs(q[0], max_seqlen, max_budget, block_size)
+
+
+def _forward_flops(
+    q: Any,
+    k: Any,
+    v: Any,
+    selection: Any,
+    ptr: Any,
+    rows: Any,
+    cu: Any,
+    budget: Any,
+    block_size: int,
+    max_seqlen: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Count two products of the pairs; an upper bound, as above."""
+    return 4 * int(q[1] * q[2]) * _most_pairs(q[0], max_seqlen, selection[2] + 1, block_size)
+
+
+def _backward_flops(
+    dout: Any,
+    dlse: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    selection: Any,
+    ptr: Any,
+    rows: Any,
+    cu: Any,
+    budget: Any,
+    block_size: int,
+    max_seqlen: int,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Count five products of the pairs; an upper bound, as above."""
+    return 10 * int(q[1] * q[2]) * _most_pairs(q[0], max_seqlen, selection[2] + 1, block_size)
+
+
+_FRAGMENT: list[torch.library.Library] = []  # a Library unregisters its kernels when it is collected
+
+
+def _register_autocast(device: str) -> None:
+    """Cast q, k and v to the autocast dtype, whichever it is; `torch.library.register_autocast` fixes one."""
+    attention = torch.ops.sb.moba_attention.default
+    key_name = "Autocast" + torch._C._dispatch_key_for_device(device)
+    key = getattr(torch._C.DispatchKey, key_name)
+
+    def cast_and_run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (
+            x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)
+        )
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            return attention(q, k, v, *rest)
+
+    attention.py_impl(key)(cast_and_run)
+    library = torch.library.Library("sb", "FRAGMENT")  # type: ignore[no-untyped-call]
+    kernel = lambda _keys, *args: cast_and_run(*args)  # noqa: E731
+    library.impl("moba_attention", kernel, key_name, with_keyset=True)  # type: ignore[no-untyped-call]
+    _FRAGMENT.append(library)
+
+
+def register_ops() -> None:
+    """Register everything once the extension has defined the ops."""
+    fakes: dict[str, Callable[..., Any]] = {
+        "moba_select": _select_shape,
+        "moba_index": _index_shapes,
+        "moba_forward": _forward_shapes,
+        "moba_backward": _backward_shapes,
+        "moba_attention": _attention_shapes,
+    }
+    for name, shapes in fakes.items():
+        torch.library.register_fake(f"sb::{name}", shapes)
+    torch.library.register_autograd("sb::moba_attention", _gradient, setup_context=_save)
+    _register_autocast("cpu")
+    register_flop_formula(torch.ops.sb.moba_attention)(_attention_flops)
+    register_flop_formula(torch.ops.sb.moba_forward)(_forward_flops)
+    register_flop_formula(torch.ops.sb.moba_backward)(_backward_flops)
+
+
+if EXTENSION.available:
+    register_ops()

@@ -1,0 +1,73 @@
+"""The `sb` command; only the command that runs is imported, so that `sb --help` needs no torch."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+
+from sb_lightning import __version__
+
+__all__ = ["COMMANDS", "main"]
+
+TRAINER_COMMANDS = {
+    "fit": "train a model",
+    "validate": "run the validation set through a model",
+    "test": "run the test set through a model",
+    "predict": "loss of each sequence, through Lightning's predict loop",
+}
+COMMANDS = {**TRAINER_COMMANDS, "doctor": "what works on this machine, and why the rest does not"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `sb`.
+
+    Args:
+        argv: Arguments without the program's name; those of this process if None.
+
+    Returns:
+        The exit code: 0 all right, 1 the command failed (or was interrupted during training), 2 wrong usage,
+        130 interrupted before training began.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if arguments else 2
+    command, rest = arguments[0], arguments[1:]
+    if command in ("-V", "--version"):
+        print(f"sb_lightning {__version__}")
+        return 0
+    if command in TRAINER_COMMANDS:
+        from sb_lightning.cli.train import run
+
+        return run(arguments)
+    if command == "doctor":
+        from sb_lightning.cli.doctor import run as run_doctor
+
+        return run_doctor(rest)
+    print(_unknown(command), file=sys.stderr)
+    return 2
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items())
+    return (
+        "usage: sb COMMAND [options]\n\n"
+        "Load-balanced long-context training for PyTorch Lightning.\n\n"
+        f"commands:\n{commands}\n\n"
+        "  sb COMMAND --help                      options of a command\n"
+        "  sb fit --config FILE                   train as the file says\n"
+        "  sb fit --config FILE --trainer.max_steps=10 --print_config\n"
+        "                                         what would run, without running it\n"
+        "  sb --version"
+    )
+
+
+def _unknown(command: str) -> str:
+    if command.startswith("-"):
+        hint = f"sb: the command comes before the options, but the first argument is '{command}'."
+    else:
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"sb: there is no command '{command}'." + (f" Did you mean '{close[0]}'?" if close else "")
+    return f"{hint}\nCommands: {', '.join(COMMANDS)}. See: sb --help"

@@ -1,0 +1,73 @@
+"""The process of one rank: its threads, and what keeps it from outliving rank zero."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from sb_lightning._messages import explain
+
+__all__ = ["follow_rank_zero", "set_threads"]
+
+LAUNCHER = "SB_LAUNCHER_PID"
+PR_SET_PDEATHSIG = 1
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+def follow_rank_zero() -> bool:
+    """Tell apart the rank that launches the others from a rank that it launched.
+
+    Lightning starts the other ranks of a machine as the same command. Such a rank leaves Ctrl-C, which a
+    terminal sends to all of them, to rank zero (see `LastCheckpoint`), and on Linux it ends when rank zero
+    ends, however that happens.
+
+    Returns:
+        Whether this process was started by another `sb`.
+    """
+    if os.environ.get(LAUNCHER) != str(os.getppid()):
+        os.environ[LAUNCHER] = str(os.getpid())
+        return False
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ[LAUNCHER] != str(os.getppid()):
+        # It ended before the line above.
+        os._exit(1)
+    return True
+
+
+def set_threads(threads: int | None) -> None:
+    """Set the threads of this rank and of the ranks it will launch.
+
+    torch is imported by now and has read its environment, hence the call; the ranks launched later read the
+    environment, and Lightning, which would otherwise divide the cores among the ranks, respects it.
+
+    Args:
+        threads: Threads per rank; None leaves the choice to the environment or to Lightning.
+
+    Raises:
+        ValueError: If it is below 1.
+    """
+    if threads is None:
+        return
+    if threads < 1:
+        raise ValueError(
+            explain(
+                f"threads_per_rank is {threads}",
+                "a rank needs a thread",
+                "set threads_per_rank to 1 or more, or null",
+            )
+        )
+    for name in THREAD_VARIABLES:
+        found = os.environ.get(name)
+        if found not in (None, str(threads)):
+            rank_zero_warn(f"threads_per_rank={threads} replaces {name}={found} of the environment.")
+        os.environ[name] = str(threads)
+    torch.set_num_threads(threads)

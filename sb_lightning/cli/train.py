@@ -1,0 +1,197 @@
+"""`sb fit|validate|test|predict`: LightningCLI with this project's defaults."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_info
+
+from sb_lightning._messages import explain
+from sb_lightning.callbacks import LastCheckpoint, RunSummary, TrainingProgress
+from sb_lightning.callbacks.run_files import run_directory
+from sb_lightning.cli import TRAINER_COMMANDS
+from sb_lightning.cli.errors import report
+from sb_lightning.cli.launch import follow_rank_zero, set_threads
+from sb_lightning.cli.noise import hide_noise
+from sb_lightning.cli.parser import TrainingParser
+
+__all__ = ["SaveConfig", "TrainingCLI", "run"]
+
+# What Lightning accepts for ckpt_path besides a file.
+CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
+NO_ABBREVIATIONS = {
+    "prog": "sb",
+    "allow_abbrev": False,
+    **{command: {"allow_abbrev": False} for command in TRAINER_COMMANDS},
+}
+
+
+class SaveConfig(SaveConfigCallback):
+    """Writes `config.yaml` into the folder of the run, beside the checkpoints, for any logger."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "overwrite": True, "save_to_log_dir": False})
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the file; called on rank zero."""
+        path = run_directory(trainer) / self.config_filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.tmp")
+        self.parser.save(self.config, part, skip_none=False, overwrite=True, multifile=False)
+        part.replace(path)
+
+
+class TrainingCLI(LightningCLI):
+    """LightningCLI with plain `model.*` and `data.*` keys, no abbreviated flags, and our callbacks.
+
+    Args:
+        model_class: The LightningModule.
+        datamodule_class: The LightningDataModule.
+        args: Command line; that of this process if None.
+    """
+
+    def __init__(
+        self,
+        model_class: type[LightningModule] | Callable[..., LightningModule],
+        datamodule_class: type[LightningDataModule] | Callable[..., LightningDataModule],
+        args: ArgsType = None,
+    ) -> None:
+        super().__init__(
+            model_class,
+            datamodule_class,
+            save_config_callback=SaveConfig,
+            trainer_defaults={"use_distributed_sampler": False, "default_root_dir": "runs"},
+            seed_everything_default=0,
+            parser_kwargs=dict(NO_ABBREVIATIONS),
+            parser_class=TrainingParser,
+            # The module makes its optimizer itself: two ways to set a learning rate would be one too many.
+            auto_configure_optimizers=False,
+            args=args,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the keys that belong to no class."""
+        parser.add_argument(
+            "--threads_per_rank",
+            type=int | None,
+            default=None,
+            help="CPU threads of each rank; null leaves it to OMP_NUM_THREADS or, without that, to "
+            "Lightning, which divides the cores among the ranks",
+        )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, without Lightning's warning about arguments given by a caller."""
+        if args is None or isinstance(args, list):
+            self.config = parser.parse_args(args)
+        else:
+            self.config = parser.parse_object(args)
+
+    def _parse_ckpt_path(self) -> None:
+        # Lightning lets the checkpoint's hyperparameters win over the user's. That saves typing where a model
+        # is only run; in `fit` it would silently undo what the user has just changed.
+        if self.config.get("subcommand") != "fit":
+            super()._parse_ckpt_path()
+
+    def before_instantiate_classes(self) -> None:
+        """Set the threads and fill in what the user left open."""
+        assert self.subcommand is not None
+        config = self.config[self.subcommand]
+        trainer = config["trainer"]
+        set_threads(config["threads_per_rank"])
+        _check_checkpoint(config.get("ckpt_path"))
+        if trainer["logger"] in (None, True):
+            # Not Lightning's choice, which depends on what is installed.
+            trainer["logger"] = _csv_logger(trainer["default_root_dir"])
+        has_end = (
+            trainer["max_epochs"] is not None or trainer["max_steps"] != -1 or trainer["max_time"] is not None
+        )
+        if self.subcommand == "fit" and not has_end and not trainer["fast_dev_run"]:
+            trainer["max_epochs"] = 1
+            rank_zero_info(
+                "Training for one epoch: none of trainer.max_epochs, .max_steps and .max_time is set."
+            )
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the Trainer with our callbacks, unless the user has configured their like."""
+        assert self.subcommand is not None
+        config = self.config_init[self.subcommand]["trainer"]
+        callbacks: list[Callback] = list(config["callbacks"] or [])
+
+        def add(kind: type[Callback], make: Callable[[], Callback]) -> None:
+            if not any(isinstance(callback, kind) for callback in callbacks):
+                callbacks.append(make())
+
+        if config["enable_progress_bar"] is not False and not config["barebones"]:
+            add(ProgressBar, TrainingProgress)
+        if self.subcommand == "fit" and not config["barebones"]:
+            add(RunSummary, RunSummary)
+            if config["enable_checkpointing"] is not False:
+                add(LastCheckpoint, LastCheckpoint)
+        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+
+
+def _csv_logger(root: Any) -> dict[str, Any]:
+    return {
+        "class_path": f"{CSVLogger.__module__}.{CSVLogger.__qualname__}",
+        "init_args": {
+            "save_dir": str(root or "runs"),
+            "name": "",
+            "version": None,
+            "prefix": "",
+            "flush_logs_every_n_steps": 100,
+        },
+    }
+
+
+def _check_checkpoint(path: Any) -> None:
+    is_local = path is not None and "://" not in str(path) and str(path).split(":")[0] not in CHECKPOINT_WORDS
+    if is_local and not Path(path).exists():
+        raise ValueError(
+            explain(
+                f"ckpt_path is '{path}'",
+                "there is no such file",
+                "pass the path of a checkpoint, such as last.ckpt in the checkpoints folder of a run",
+            )
+        )
+
+
+def run(
+    arguments: Sequence[str],
+    model_class: type[LightningModule] | None = None,
+    datamodule_class: type[LightningDataModule] | None = None,
+) -> int:
+    """Run a command of the Trainer and return the exit code.
+
+    Args:
+        arguments: The command and its options.
+        model_class: The LightningModule; `CausalLMModule` if None.
+        datamodule_class: The LightningDataModule; `TextDataModule` if None.
+    """
+    follow_rank_zero()
+    hide_noise()
+    try:
+        if model_class is None or datamodule_class is None:
+            from sb_lightning.data import TextDataModule
+            from sb_lightning.training import CausalLMModule
+
+            model_class, datamodule_class = model_class or CausalLMModule, datamodule_class or TextDataModule
+        TrainingCLI(model_class, datamodule_class, args=list(arguments))
+    except SystemExit as stop:
+        # --help, --print_config, a wrong option, and Lightning's end after Ctrl-C.
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+            return 1
+        return stop.code or 0
+    except KeyboardInterrupt:
+        print("sb: interrupted before the training began; nothing was saved.", file=sys.stderr)
+        return 130
+    except Exception as error:
+        return report(error)
+    return 0

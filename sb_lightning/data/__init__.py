@@ -1,0 +1,20 @@
+"""From files to packed micro-batches: corpus, tokenizer, index of lengths, collator, LightningDataModule."""
+
+from sb_lightning.data.collator import IGNORED_LABEL, pack_sequences
+from sb_lightning.data.corpus import Corpus, Document
+from sb_lightning.data.datamodule import TextDataModule
+from sb_lightning.data.dataset import TokenDataset
+from sb_lightning.data.index import TokenIndex
+from sb_lightning.data.tokenizer import TextTokenizer, load_tokenizer
+
+__all__ = [
+    "IGNORED_LABEL",
+    "Corpus",
+    "Document",
+    "TextDataModule",
+    "TextTokenizer",
+    "TokenDataset",
+    "TokenIndex",
+    "load_tokenizer",
+    "pack_sequences",
+]

@@ -1,0 +1,72 @@
+"""What the data module reads from a Trainer, and what it refuses in one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+
+from sb_lightning._messages import explain
+
+__all__ = ["check_trainer", "data_parallel", "max_batches"]
+
+
+def data_parallel(trainer: Trainer | None) -> tuple[int, int]:
+    """Return the number of data-parallel ranks and which one this is; ranks that share a batch count once."""
+    if trainer is None:
+        return 1, 0
+    known = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
+    if known is None:
+        return trainer.world_size, trainer.global_rank
+    return int(known["num_replicas"]), int(known["rank"])
+
+
+def max_batches(num_batches: int, limit: int | float) -> int | None:
+    """Return how many micro-batches of an epoch the Trainer runs, counted as it does; None for all.
+
+    Args:
+        num_batches: Micro-batches of a whole epoch.
+        limit: ``Trainer.limit_train_batches``: a number of micro-batches, or a share as a float;
+            ``fast_dev_run`` sets it too.
+
+    Example:
+        >>> max_batches(10, 3), max_batches(10, 0.25), max_batches(10, 1.0), max_batches(10, 99)
+        (3, 2, None, None)
+    """
+    count = limit if isinstance(limit, int) else int(num_batches * limit)
+    return int(count) if 0 < count < num_batches else None
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse what would undo the plan of the windows.
+
+    Raises:
+        MisconfigurationException: Names the setting to change.
+    """
+    connector = trainer._accelerator_connector
+    if connector.use_distributed_sampler and connector.is_distributed:
+        raise MisconfigurationException(
+            explain(
+                f"Trainer(use_distributed_sampler=True) with {trainer.world_size} ranks",
+                "Lightning would replace the sampler that plans which rank trains on what",
+                "pass Trainer(use_distributed_sampler=False) (trainer.use_distributed_sampler: false)",
+            )
+        )
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
+        raise MisconfigurationException(
+            explain(
+                "trainer.callbacks holds a GradientAccumulationScheduler",
+                "windows are planned for one number of micro-batches per optimizer step",
+                "remove it and set trainer.accumulate_grad_batches",
+            )
+        )
+    if trainer.overfit_batches > 0:
+        raise MisconfigurationException(
+            explain(
+                f"Trainer(overfit_batches={trainer.overfit_batches})",
+                "Lightning would replace the sampler that plans the windows",
+                "use trainer.limit_train_batches",
+            )
+        )
