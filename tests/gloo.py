@@ -5,6 +5,7 @@ Starting a fresh pair of ranks costs some ten seconds of imports, so every test 
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -20,7 +21,10 @@ TIMEOUT_SECONDS = 60
 
 
 class GlooPool:
-    """Runs a function of a test module on both ranks and returns both results."""
+    """Runs a function of a test module on both ranks and returns both results.
+
+    The ranks are no daemons, so that a DataLoader in them may start workers; they end when the pipe closes.
+    """
 
     def __init__(self) -> None:
         self.workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
@@ -61,7 +65,7 @@ class GlooPool:
             port = probe.getsockname()[1]
         for rank in range(RANKS):
             here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, port, there))
             process.start()
             there.close()
             self.workers.append((process, here))
@@ -91,7 +95,10 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
             return
         sys.path[:] = path
         os.chdir(folder)
+        # A rank that hangs tells where before the pool gives up on it.
+        faulthandler.dump_traceback_later(TIMEOUT_SECONDS - 5, file=sys.__stderr__)
         try:
             pipe.send((False, function(*args)))
         except BaseException:
             pipe.send((True, traceback.format_exc()))
+        faulthandler.cancel_dump_traceback_later()

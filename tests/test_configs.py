@@ -47,7 +47,9 @@ def test_every_key_has_a_comment_above_it(config):
     for number, line in enumerate(lines):
         key = line.strip()
         has_value = ":" in key and not key.startswith("#") and not key.endswith(":")
-        if has_value and not any(above.strip().startswith("#") for above in lines[max(0, number - 8) : number]):
+        if has_value and not any(
+            above.strip().startswith("#") for above in lines[max(0, number - 8) : number]
+        ):
             pytest.fail(f"{config.name}:{number + 1}: no comment above '{key}'")
 
 

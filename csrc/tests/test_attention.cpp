@@ -194,6 +194,15 @@ bool Same(const Run& a, const Run& b) {
          a.dk == b.dk && a.dv == b.dv;
 }
 
+// Two callers at once inside a parallel region, where OpenMP gives each a team of one.
+void ExpectSameWhenNested(const Setup& s) {
+  const Run alone = Execute(s, 1);
+  bool same[2] = {false, false};
+#pragma omp parallel for num_threads(2)
+  for (int i = 0; i < 2; ++i) same[i] = Same(alone, Execute(s, 3));
+  EXPECT(same[0] && same[1], "nested calls give other bits");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -222,5 +231,6 @@ int main(int argc, char** argv) {
     for (const int threads : {2, 5})
       EXPECT(Same(one, Execute(s, threads)), "%d threads give other bits", threads);
   }
+  ExpectSameWhenNested(setups[1]);
   return sb::failures == 0 ? 0 : 1;
 }

@@ -277,7 +277,7 @@ def check_values(
             explain(
                 f"block_size is {block_size} and a sequence has {longest} tokens",
                 f"that is {num_blocks} blocks, and block numbers are 16-bit (at most {MAX_BLOCKS})",
-                f"pass block_size >= {-(-longest // MAX_BLOCKS + 15) // 16 * 16}",
+                f"pass block_size >= {(-(-longest // MAX_BLOCKS) + 15) // 16 * 16}",
             )
         )
     if longest * group > INT32_MAX:

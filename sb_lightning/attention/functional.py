@@ -43,7 +43,8 @@ def moba_attention(
 
     A query attends its own block causally and, of the earlier blocks of its sequence, the
     `budget - 1` whose mean key has the highest dot product with it, under one softmax. The selection
-    has no gradient. The budget is data: another one never compiles anything anew.
+    has no gradient. The budget is data: another one never compiles anything anew. Threads are those of
+    `torch.set_num_threads`; a forked child runs on one, since OpenMP does not survive a fork.
 
     Args:
         q: # [T, Hq, D], fp32, bf16 or fp16, D one of 32, 64, 128; token and head strides are free,
@@ -83,7 +84,7 @@ def moba_attention(
     )
     if scale is None:
         scale = q.shape[2] ** -0.5
-    elif not math.isfinite(scale):
+    elif not torch.compiler.is_compiling() and not math.isfinite(scale):
         raise ValueError(
             explain(f"scale is {scale}", "it multiplies every logit", "pass a finite scale, or leave it out")
         )

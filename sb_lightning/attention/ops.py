@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from sb_lightning._messages import explain
 from sb_lightning.attention.library import EXTENSION
 
 __all__ = ["register_ops"]
@@ -131,6 +132,16 @@ def _gradient(
     return (dq, dk, dv, *none)
 
 
+def _no_second_gradient(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    raise RuntimeError(
+        explain(
+            "a gradient of moba_attention's gradient was asked for",
+            "the kernels have first derivatives only",
+            "drop create_graph=True, or pass backend='reference' (plain torch, slow)",
+        )
+    )
+
+
 def _most_pairs(tokens: int, max_seqlen: int, budget: int, block_size: int) -> int:
     """Bound the attended pairs of one head: sequences as long as they may be, all at `budget`."""
 
@@ -237,6 +248,7 @@ def register_ops() -> None:
     for name, shapes in fakes.items():
         torch.library.register_fake(f"sb::{name}", shapes)
     torch.library.register_autograd("sb::moba_attention", _gradient, setup_context=_save)
+    torch.library.register_autograd("sb::moba_backward", _no_second_gradient)
     _register_autocast("cpu")
     register_flop_formula(torch.ops.sb.moba_attention)(_attention_flops)
     register_flop_formula(torch.ops.sb.moba_forward)(_forward_flops)

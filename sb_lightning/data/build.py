@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import socket
+import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -89,6 +90,13 @@ class _Cut:
 def _write_index(
     corpus: Corpus, tokenizer: TextTokenizer, folder: Path, max_length: int, overlong: Overlong
 ) -> None:
+    is_folder = corpus.root.is_dir()
+    if is_folder and any(name.endswith((".jsonl", ".parquet")) for name, _, _ in corpus.listing):
+        warnings.warn(
+            f"data.source {corpus.source!r} is a folder with .jsonl or .parquet files in it: each is read as "
+            "one document of text. Name one such file as data.source, or set data.file_pattern.",
+            stacklevel=2,
+        )
     cut = _Cut(max_length, overlong, Counter())
     ending = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     lengths, documents, name_ends = array("q"), array("q"), array("q")
@@ -186,7 +194,7 @@ def _publish(building: Path, folder: Path) -> None:
             building.rename(folder)
             return
         except OSError:
-            if find_index(folder) is not None:
+            if find_index(folder, warn=False) is not None:
                 return
             # A damaged index is in the way: move it aside in one step, so that nobody reads half of it.
             aside = building.with_name(f"{building.name}-damaged")

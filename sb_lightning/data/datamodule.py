@@ -31,7 +31,7 @@ from sb_lightning.data.index import (
 )
 from sb_lightning.data.position import AlignCheckpoint, TrainingPosition
 from sb_lightning.data.tokenizer import TextTokenizer, check_spec, load_tokenizer
-from sb_lightning.data.trainer import check_trainer, data_parallel, max_batches
+from sb_lightning.data.trainer import check_trainer, data_parallel, max_batches, sync_data_check
 
 __all__ = ["TextDataModule"]
 
@@ -61,7 +61,8 @@ class TextDataModule(LightningDataModule):
             shuffled DistributedSampler does.
         sequences_per_micro_batch: Sequences packed into one micro-batch.
         tail: What happens to the short last window of an epoch: ``drop`` leaves it out, ``pad`` fills missing
-            places with micro-batches that do not count, ``partial`` runs fewer micro-batches.
+            places with micro-batches that do not count, ``partial`` runs fewer micro-batches (some of two
+            sequences where ``sequences_per_micro_batch`` is 1).
         num_workers: Processes that prepare micro-batches ahead; 0 prepares them in the training process.
 
     Attributes:
@@ -125,6 +126,8 @@ class TextDataModule(LightningDataModule):
         self.train_dataset: TokenDataset | None = None
         self.val_dataset: TokenDataset | None = None
         self._position: TrainingPosition | None = None
+        # A rank may have nothing to predict; train and evaluation always have equally many micro-batches.
+        self.allow_zero_length_dataloader_with_multiple_devices = True
         # Bad arguments of the sampler are found here, not after tokenizing.
         SparsityAwareBatchSampler([2], **self._plan_options(), ranks=1, rank=0)
 
@@ -151,6 +154,7 @@ class TextDataModule(LightningDataModule):
                 "data": self.train_dataset.index.fingerprint,
                 "validation_share": f"{self.validation_share}",
             }
+            sync_data_check(self.trainer, data)
             self._position = TrainingPosition(self.trainer, data)
             callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
             if not any(isinstance(callback, AlignCheckpoint) for callback in callbacks):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import warnings
 import zlib
 from pathlib import Path
@@ -39,8 +38,8 @@ MIN_TOKENS = 2
 class TokenIndex:
     """The sequences of a corpus: their tokens (read on demand), lengths, documents and counts.
 
-    Safe to use in forked and spawned worker processes: the token file is mapped when a process first reads
-    from it.
+    The token file is mapped read-only when it is first read from: forked processes share the mapping, spawned
+    ones make their own.
 
     Args:
         folder: A finished index folder.
@@ -62,7 +61,7 @@ class TokenIndex:
         self.documents: np.ndarray = arrays["documents"].astype(np.int64)
         self._names: np.ndarray = arrays["names"]
         self._name_ends: np.ndarray = arrays["name_ends"]
-        self._opened: tuple[int, Any] | None = None
+        self._opened: Any = None
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -70,8 +69,8 @@ class TokenIndex:
 
     @property
     def fingerprint(self) -> str:
-        """Name of this index: equal only if files, tokenizer and settings are."""
-        return self.folder.name
+        """Short name of the content: equal wherever the same sequences have been built."""
+        return digest(self.report["files"])
 
     def tokens(self, sequence: int) -> np.ndarray:
         """Return the token ids of a sequence, int64."""
@@ -85,9 +84,9 @@ class TokenIndex:
         return [raw[a:b].decode("utf-8") for a, b in zip(starts, self._name_ends.tolist(), strict=True)]
 
     def _token_slice(self) -> Any:
-        if self._opened is None or self._opened[0] != os.getpid():
-            self._opened = (os.getpid(), safe_open(self.folder / "tokens.safetensors", "numpy"))
-        return self._opened[1].get_slice("tokens")
+        if self._opened is None:
+            self._opened = safe_open(self.folder / "tokens.safetensors", "numpy")
+        return self._opened.get_slice("tokens")
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the open file behind when a worker process is spawned."""
@@ -142,12 +141,13 @@ validate; 1 truncated, 2 too short, 3 empty'
     )
 
 
-def find_index(folder: Path, *, thorough: bool = False) -> TokenIndex | None:
-    """Return the finished index in a folder, or None with a warning if it is damaged.
+def find_index(folder: Path, *, thorough: bool = False, warn: bool = True) -> TokenIndex | None:
+    """Return the finished index in a folder, or None if there is none or it is damaged.
 
     Args:
-        folder: ``cache_dir / name``; None is returned silently if it does not exist.
+        folder: ``cache_dir / name``.
         thorough: Read all of it and compare checksums, not only sizes.
+        warn: Warn if it is damaged.
     """
     if not folder.exists():
         return None
@@ -159,10 +159,11 @@ def find_index(folder: Path, *, thorough: bool = False) -> TokenIndex | None:
                 raise ValueError(f"{name} is not as it was written")
         return TokenIndex(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        warnings.warn(
-            f"the token index {folder} is damaged ({type(error).__name__}: {error}); it is built again.",
-            stacklevel=2,
-        )
+        if warn:
+            warnings.warn(
+                f"the token index {folder} is damaged ({type(error).__name__}: {error}); it is built again.",
+                stacklevel=2,
+            )
         return None
 
 

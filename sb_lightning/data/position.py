@@ -126,7 +126,7 @@ class AlignCheckpoint(Callback):
     ) -> None:
         """Rewind ``checkpoint["loops"]`` to the start of the unfinished window."""
         position = checkpoint.get(self._data_key)
-        if not position or "loops" not in checkpoint:
+        if not position or position.get("version") != STATE_VERSION or "loops" not in checkpoint:
             return
         loops = checkpoint["loops"]["fit_loop"]
         if _agrees(loops, position):

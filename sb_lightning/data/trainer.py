@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from sb_lightning._messages import explain
 
-__all__ = ["check_trainer", "data_parallel", "max_batches"]
+__all__ = ["check_trainer", "data_parallel", "max_batches", "sync_data_check"]
 
 
 def data_parallel(trainer: Trainer | None) -> tuple[int, int]:
@@ -68,5 +69,31 @@ def check_trainer(trainer: Any) -> None:
                 f"Trainer(overfit_batches={trainer.overfit_batches})",
                 "Lightning would replace the sampler that plans the windows",
                 "use trainer.limit_train_batches",
+            )
+        )
+
+
+def sync_data_check(trainer: Trainer, data: dict[str, str]) -> None:
+    """Compare what the ranks have opened: ranks with other data would plan other windows, unnoticed.
+
+    Args:
+        trainer: The Trainer whose ranks are compared.
+        data: Names of the content; one small gather over all ranks.
+
+    Raises:
+        RuntimeError: On every rank, if any two differ.
+    """
+    if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return
+    found: list[dict[str, str] | None] = [None] * trainer.world_size
+    dist.all_gather_object(found, data)
+    others = [rank for rank, name in enumerate(found) if name != found[0]]
+    if others:
+        raise RuntimeError(
+            explain(
+                f"rank {others[0]} has opened other data than rank 0 ({found[others[0]]} and {found[0]})",
+                "the ranks would plan different windows",
+                "make data.source, the tokenizer and its version the same on all machines, and build "
+                "data.cache_dir again",
             )
         )

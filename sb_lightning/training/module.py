@@ -68,14 +68,14 @@ class CausalLMModule(LightningModule):
                 "optimizer": asdict(self.optimizer),
                 "activation_checkpointing": activation_checkpointing,
                 "compile": compile,
-                "loss_chunk_tokens": loss_chunk_tokens,
+                "loss_chunk_tokens": int(loss_chunk_tokens),
             }
         )
         self.architecture = dict(architecture) if architecture else None
         self.pretrained = pretrained
         self.activation_checkpointing = activation_checkpointing
         self.compile_layers = compile
-        self.loss_chunk_tokens = loss_chunk_tokens
+        self.loss_chunk_tokens = int(loss_chunk_tokens)
         self.model: nn.Module | None = None
         self._sums: dict[str, Tensor] = {}
         self._window_targets: int | None = None
@@ -265,10 +265,11 @@ class CausalLMModule(LightningModule):
     def _log_evaluation(self, stage: str) -> None:
         sums = self.sync_sum(self._sums.pop(stage, torch.zeros(2, dtype=torch.float64)))
         loss = float(sums[0]) / max(1.0, float(sums[1]))
+        # Equal on all ranks already; told to synchronise, Lightning does not warn once per epoch.
         self.log_dict(
             {f"{stage}/loss": loss, f"{stage}/perplexity": math.exp(min(loss, 700.0))},
-            prog_bar=False,
             on_epoch=True,
+            sync_dist=True,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -27,6 +27,9 @@ class AttentionSettings:
     backend: str | None = None
     """Attention backend, one of those that `sb doctor` lists; null takes the best available."""
 
+    def __post_init__(self) -> None:
+        _check_ranges(self, "model.attention")
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
@@ -45,6 +48,9 @@ class OptimizerSettings:
     final_share: ClosedUnitInterval = 0.1
     """Learning rate of the last step as a share of the peak."""
 
+    def __post_init__(self) -> None:
+        _check_ranges(self, "model.optimizer")
+
 
 def settings_from(kind: type[SettingsT], given: SettingsT | dict[str, Any], key: str) -> SettingsT:
     """Return settings given as an object or as a plain dict (as checkpoints keep them).
@@ -60,3 +66,22 @@ def settings_from(kind: type[SettingsT], given: SettingsT | dict[str, Any], key:
             explain(f"{key} has no key {unknown}", f"its keys are {known}", f"rename them under {key}")
         )
     return kind(**given)
+
+
+def _check_ranges(settings: Any, key: str) -> None:
+    """Check the numbers against their types and keep them as plain int and float, which checkpoints can hold."""
+    for name, kind in get_type_hints(type(settings)).items():
+        base = getattr(kind, "_type", None)
+        if base not in (int, float):
+            continue
+        value = getattr(settings, name)
+        try:
+            object.__setattr__(settings, name, base(kind(value)))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                explain(
+                    f"{key}.{name} is {value!r}",
+                    f"{kind.__name__} is wanted ({error})",
+                    f"change {key}.{name}",
+                )
+            ) from error

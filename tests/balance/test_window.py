@@ -46,7 +46,7 @@ def items_of(plan, *, padding):
     m=st.integers(1, 3),
 )
 def test_order_is_that_of_a_distributed_sampler(seed, epoch, length, ranks, m):
-    """Whole windows hold what `ranks` shuffled DistributedSamplers with batch size m hand out, cell by cell."""
+    """Whole windows hold what shuffled DistributedSamplers with batch size m hand out, cell by cell."""
     accumulate = 2
     handed_out = []
     for rank in range(ranks):

@@ -258,3 +258,48 @@ def test_threads_of_one_rank(monkeypatch):
         assert tiny("fit", *QUIET, "--threads_per_rank=3") == 0
     assert seen == [3]
     assert (os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"]) == ("3", "3")
+
+
+def test_the_real_classes_are_the_default(capsys):
+    from sb_lightning.cli import main
+
+    assert main(["fit", "--print_config", "--data.source=texts", "--trainer.max_steps=2"]) == 0
+    found = yaml.safe_load(capsys.readouterr().out)
+    assert found["data"]["source"] == "texts"
+    assert {"architecture", "pretrained", "attention", "optimizer"} <= set(found["model"])
+
+
+def test_another_rank_says_which_it_is(monkeypatch, capfd):
+    from sb_lightning._messages import explain
+    from sb_lightning.cli.errors import report
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("RANK", raising=False)
+    assert report(ValueError(explain("found", "why", "change it"))) == 1
+    assert capfd.readouterr().err == "[rank 1] sb: error: found: why. To fix it, change it.\n"
+
+
+def test_advertisements_are_hidden(caplog):
+    from lightning.pytorch.utilities import rank_zero_info
+
+    from sb_lightning.cli.noise import hide_noise
+
+    hide_noise()
+    with caplog.at_level(logging.INFO):
+        rank_zero_info("Tip: try installing [litlogger](https://pypi.org/project/litlogger/)")
+        rank_zero_info("about the run")
+    assert [record.message for record in caplog.records] == ["about the run"]
+
+
+def test_a_launched_rank_leaves_ctrl_c_to_rank_zero(monkeypatch):
+    from sb_lightning.cli import launch
+
+    monkeypatch.setenv(launch.LAUNCHER, "1")
+    assert not launch.follow_rank_zero()
+    assert os.environ[launch.LAUNCHER] == str(os.getpid())
+    calls = []
+    monkeypatch.setattr(launch.signal, "signal", lambda *args: calls.append(args))
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: None)
+    monkeypatch.setenv(launch.LAUNCHER, str(os.getppid()))
+    assert launch.follow_rank_zero()
+    assert calls == [(launch.signal.SIGINT, launch.signal.SIG_IGN)]

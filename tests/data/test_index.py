@@ -37,7 +37,7 @@ def build(tmp_path, corpus, max_length=8, overlong="truncate", tokenizer=None):
 
 def as_bytes(index):
     return [
-        bytes(i for i in index.tokens(s) if i < 256).decode() + "$" * (index.tokens(s)[-1] == END)
+        bytes(i for i in index.tokens(s) if i < 256).decode() + ("$" if index.tokens(s)[-1] == END else "")
         for s in range(len(index))
     ]
 
@@ -179,10 +179,9 @@ def test_damaged_index_is_built_again(damage, tmp_path):
     with pytest.warns(UserWarning, match="is damaged") as caught:
         assert find_index(index.folder) is None
     assert len(caught) == 1
-    with pytest.warns(UserWarning, match="is damaged"):
-        assert as_bytes(build(tmp_path, corpus)) == ["abc$", "defg$"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        assert as_bytes(build(tmp_path, corpus)) == ["abc$", "defg$"]
         assert find_index(index.folder, thorough=True) is not None
     assert [path.name for path in index.folder.parent.iterdir()] == [index.folder.name]
 
@@ -261,6 +260,25 @@ def test_index_travels_to_a_spawned_process(tmp_path):
     again = pickle.loads(pickle.dumps(index))
     assert again.tokens(1).tolist() == [100, 101, 102, END]
     assert again.report == index.report
+
+
+def test_content_has_the_same_name_wherever_it_lies(tmp_path):
+    """A run may go on elsewhere: copied files have other times and other folders."""
+    names = []
+    for place, texts in (("here", ["abc", "def"]), ("there", ["abc", "def"]), ("else", ["abc", "dxf"])):
+        (tmp_path / place).mkdir()
+        names.append(build(tmp_path / place, write(tmp_path / place / "docs", *texts)).fingerprint)
+    assert names[0] == names[1] != names[2]
+
+
+def test_folder_of_json_lines_is_doubted(tmp_path):
+    corpus = write(tmp_path / "docs", "abc")
+    (tmp_path / "docs" / "more.jsonl").write_text('{"text": "a"}')
+    with pytest.warns(UserWarning, match=r"each is read as one document of text.*data\.file_pattern"):
+        build(tmp_path, Corpus(source=str(tmp_path / "docs")))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(tmp_path, Corpus(source=corpus.source, file_pattern="*.txt"))
 
 
 def test_report_is_readable(tmp_path):

@@ -9,13 +9,13 @@ from tiny_run import TinyModule, data_module, fit, make_trainer, write_documents
 
 from sb_lightning.data.position import rewind_loops, window_start
 
-# 23 documents, 18 of them to train on: 6 windows of 3 micro-batches an epoch; with limit 10, 4, the last of 1.
+# 18 documents to train on: 6 windows of 3 micro-batches an epoch; with limit 10, 4 windows, the last of 1.
 EPOCHS = {"max_epochs": 2}
 STEPS = {"max_epochs": -1, "max_steps": 8}
 SETTINGS = {
     "epochs": EPOCHS,
     "epochs-estimate-limit": {**EPOCHS, "estimate": True, "limit_train_batches": 10},
-    "steps-no-val": {**STEPS, "limit_val_batches": 0},
+    "steps-no-val-reload": {**STEPS, "limit_val_batches": 0, "reload_dataloaders_every_n_epochs": 1},
     "steps-estimate-check": {**STEPS, "estimate": True, "val_check_interval": 3},
 }
 
@@ -152,7 +152,7 @@ def test_other_weights_can_still_be_validated(folder):
 
 
 def test_looking_at_the_data_does_not_move_the_position(folder):
-    """`print(datamodule)` builds loaders; reading one in mid-epoch must not disturb the run or its checkpoints."""
+    """`print(datamodule)` builds loaders; reading one in mid-epoch disturbs neither run nor checkpoints."""
     from lightning.pytorch import Callback
 
     class Look(Callback):

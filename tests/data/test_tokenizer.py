@@ -106,7 +106,7 @@ def test_pretrained_that_cannot_be_had(corpus, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(
         ValueError,
-        match=r"data\.tokenizer is .*no tokenizer can be loaded from that folder.*set data\.tokenizer to 'bytes'",
+        match=r"no tokenizer can be loaded from that folder.*set data\.tokenizer to 'bytes'",
     ):
         load_tokenizer(str(tmp_path / "empty"), corpus, tmp_path)
     with pytest.raises(ValueError, match=r"nobody/nothing.*no tokenizer can be loaded from that name"):

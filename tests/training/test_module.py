@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from corpus import write_corpus
+from jsonargparse.typing import PositiveFloat, PositiveInt
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -26,7 +27,7 @@ def make_module(**kwargs):
     kwargs.setdefault("attention", SPARSE)
     return CausalLMModule(
         architecture=tiny_architecture(vocab_size=300),
-        **{"optimizer": OptimizerSettings(learning_rate=1e-9), **kwargs},
+        **{"optimizer": OptimizerSettings(learning_rate=1e-30), **kwargs},
     )
 
 
@@ -98,7 +99,7 @@ def one_big_batch(source, cache, ids):
         torch.set_default_dtype(previous)
     total, count = torch.zeros((), dtype=torch.float64), 0
     for index in ids:
-        tokens = torch.from_numpy(data.index.tokens(index).astype("int64"))[None]
+        tokens = torch.from_numpy(data.train_dataset.index.tokens(index).astype("int64"))[None]
         logits = module.model(input_ids=tokens, use_cache=False).logits[0, :-1]
         total = total + torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum")
         count += tokens.shape[1] - 1
@@ -213,12 +214,14 @@ def test_validation_test_and_predict_agree(tmp_path):
 @pytest.mark.parametrize("option", ["activation_checkpointing", "compile"])
 def test_options_change_no_result(option, tmp_path):
     def trained(**kwargs):
-        module = make_module(
+        torch.manual_seed(1)
+        module = CausalLMModule(
+            architecture=tiny_architecture(vocab_size=300, num_hidden_layers=1),
             attention=AttentionSettings(block_size=16, budget=2),
             optimizer=OptimizerSettings(learning_rate=1e-2),
             **kwargs,
         )
-        trainer = quick_trainer()
+        trainer = quick_trainer(max_steps=1)
         trainer.fit(module, text(tmp_path))
         return float(trainer.callback_metrics["train/loss"])
 
@@ -351,3 +354,25 @@ def test_vectors_are_not_decayed():
     optimizer = build_optimizer(module.model, module.optimizer, 10)["optimizer"]
     decays = {group["weight_decay"]: {p.ndim for p in group["params"]} for group in optimizer.param_groups}
     assert decays == {0.3: {2}, 0.0: {1}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        (AttentionSettings, "budget", 0),
+        (AttentionSettings, "block_size", 1.5),
+        (OptimizerSettings, "beta1", 1.5),
+        (OptimizerSettings, "learning_rate", 0.0),
+        (OptimizerSettings, "warmup_share", "x"),
+    ],
+)
+def test_settings_out_of_range_name_the_key(kind, field, value):
+    with pytest.raises(ValueError, match=rf"model\..*\.{field} is .* wanted .* change model"):
+        kind(**{field: value})
+
+
+def test_settings_from_the_command_line_become_plain_numbers():
+    # jsonargparse gives instances of its own classes, which a checkpoint could not be loaded with.
+    settings = OptimizerSettings(learning_rate=PositiveFloat(0.5))
+    assert type(settings.learning_rate) is float
+    assert type(AttentionSettings(budget=PositiveInt(3)).budget) is int

@@ -52,6 +52,9 @@ class TinyModule(LightningModule):
             self.events.append(f"val {self.trainer.global_step} {batch_idx}")
             self.batches.append(batch)
 
+    def test_step(self, batch, batch_idx):
+        self.batches.append(batch)
+
     def predict_step(self, batch, batch_idx):
         return batch["sequence_ids"].tolist()
 
@@ -65,7 +68,7 @@ class TinyModule(LightningModule):
 
 
 class SaveAlways(Callback):
-    """Saves after each micro-batch (b-EPOCH-BATCH), epoch (e-), validation (v-), at the end, on an exception."""
+    """Saves after each micro-batch (b-EPOCH-BATCH), epoch (e-), validation (v-), the end, an exception."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -138,9 +141,14 @@ def fit(
     module = TinyModule(estimate, fail_at)
     data = {"num_workers": 0, **(data or {})}
     trainer = make_trainer(folder, save, **settings)
+    threads = torch.get_num_threads()
+    # A second thread costs more than it gives on so small a model.
+    torch.set_num_threads(1)
     try:
         trainer.fit(module, data_module(folder, **data), ckpt_path=resume and folder / f"{resume}.ckpt")
     except RuntimeError as error:
         if "interrupted" not in str(error):
             raise
+    finally:
+        torch.set_num_threads(threads)
     return module
