@@ -82,6 +82,8 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
         NODE_RANK="0",
         OMP_NUM_THREADS="1",
     )
+    # As in a rank of a real run: a spawned process would spawn the workers of its loaders too, slowly.
+    multiprocessing.set_start_method("fork", force=True)
     import torch
 
     torch.set_num_threads(1)

@@ -92,7 +92,7 @@ def sparsify(
         dense_layers=tuple(sorted(set(dense_layers))),
         backend=backend,
     )
-    known = {layer.layer_idx for layer in layers}
+    known = {int(layer.layer_idx) for layer in layers}  # type: ignore[arg-type]
     if unknown := [layer for layer in settings.dense_layers if layer not in known]:
         raise ValueError(
             explain(

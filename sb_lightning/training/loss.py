@@ -76,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=hidden.device)
         with torch.autocast(device, enabled=False):
             head = weight.to(dtype)
-            for part in rows.split(chunk_tokens):
+            for part in torch.split(rows, chunk_tokens):
                 inputs = hidden[part].to(dtype)
                 scores = (inputs @ head.T).to(exact)
                 if bias is not None:
@@ -158,7 +158,7 @@ def linear_cross_entropy(
                 "pass chunk_tokens >= 1",
             )
         )
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk_tokens)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, chunk_tokens)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -181,6 +181,7 @@ def head_losses(head: nn.Module, hidden: Tensor, targets: Tensor, chunk_tokens: 
         )
 
     total = hidden.new_zeros((), dtype=torch.promote_types(torch.float32, hidden.dtype))
-    for part, wanted in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
+    chunks = zip(torch.split(hidden, chunk_tokens), torch.split(targets, chunk_tokens), strict=True)
+    for part, wanted in chunks:
         total = total + checkpoint(chunk_loss, part, wanted, use_reentrant=False)
     return total

@@ -83,7 +83,7 @@ def build_language_model(
 
 def backbone_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Return the part that makes hidden states and the head that scores them, through PEFT wrappers too."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     return inner.get_decoder(), inner.get_output_embeddings()
 
 

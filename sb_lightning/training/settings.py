@@ -69,7 +69,7 @@ def settings_from(kind: type[SettingsT], given: SettingsT | dict[str, Any], key:
 
 
 def _check_ranges(settings: Any, key: str) -> None:
-    """Check the numbers against their types and keep them as plain int and float, which checkpoints can hold."""
+    """Check the numbers against their types; keep plain int and float, which checkpoints can hold."""
     for name, kind in get_type_hints(type(settings)).items():
         base = getattr(kind, "_type", None)
         if base not in (int, float):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from corpus import write_corpus
 from jsonargparse.typing import PositiveFloat, PositiveInt
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from tiny import gradients, packed, tiny_architecture
 from torch.utils.data import DataLoader
 
