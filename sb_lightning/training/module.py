@@ -105,9 +105,9 @@ class CausalLMModule(LightningModule):
                 "max_position_embeddings": model.config.max_position_embeddings,
             }
         if self.activation_checkpointing:
-            # Its name before transformers 5.2x.
-            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-            enable({"use_reentrant": False})
+            # Renamed between transformers 5.20 and 5.24.
+            newer = getattr(model, "activation_checkpointing_enable", None)
+            (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})
         if self.compile_layers:
             backbone_and_head(model)[0].compile(dynamic=True)
         self.model = model
