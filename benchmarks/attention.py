@@ -274,7 +274,8 @@ def main() -> None:
         row = measure(case, arguments.rounds)
         rows.append(row)
         print(
-            f"{row['case']:44} {row['density']:6.3f} {row['ours_forward_ms']:8.1f} {row['ours_backward_ms']:8.1f}"
+            f"{row['case']:44} {row['density']:6.3f}"
+            f" {row['ours_forward_ms']:8.1f} {row['ours_backward_ms']:8.1f}"
             f" {row['routing_share']:6.1%} {row['speedup']:8.2f} {row['speedup_spread']:5.0%}"
             f" {row['speedup_forward'] * row['density']:6.2f} {row['speedup_backward'] * row['density']:6.2f}"
             f" {row['efficiency']:6.2f} {row['useful_gflops']:5.0f} {row['memory_mib']:6.0f}"
