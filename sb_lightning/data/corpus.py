@@ -175,6 +175,7 @@ class Corpus:
                         "missing field",
                         where,
                         f"there is no field {self.text_field!r} (fields: {known})",
+                        "set data.text_field to the field that holds the text, or ",
                     )
                 elif self._usable(record[self.text_field], where, skipped):
                     yield Document(f"{path.name}:{number}", record[self.text_field], len(raw))
@@ -237,10 +238,12 @@ class Corpus:
             return False
         return True
 
-    def _reject(self, skipped: Counter[str], reason: str, where: str, why: str) -> None:
+    def _reject(
+        self, skipped: Counter[str], reason: str, where: str, why: str, change: str = "mend it, or "
+    ) -> None:
         if self.on_error == "raise" and not self.is_stdlib:
-            change = "mend it, or set data.on_error to 'skip' to leave such documents out and count them"
-            raise ValueError(explain(where, why, change))
+            skip = "set data.on_error to 'skip' to leave such documents out and count them"
+            raise ValueError(explain(where, why, change + skip))
         skipped[reason] += 1
 
 

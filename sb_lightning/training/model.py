@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from sb_lightning._messages import explain
+from sb_lightning.attention.checks import check_block_size
 from sb_lightning.attention.huggingface import sparsify
 from sb_lightning.training.settings import AttentionSettings
 
@@ -44,15 +45,7 @@ def build_language_model(
     Raises:
         ValueError: A setting does not fit the model or the data.
     """
-    if (architecture is None) == (pretrained is None):
-        raise ValueError(
-            explain(
-                "model.architecture and model.pretrained are "
-                + ("both set" if pretrained else "both missing"),
-                "a model is either made new from its configuration or loaded",
-                "set exactly one of them",
-            )
-        )
+    check_model(architecture, pretrained, attention)
     dtype = torch.get_default_dtype()
     if pretrained is not None:
         model = _load(pretrained, dtype)
@@ -79,6 +72,29 @@ def build_language_model(
             backend=attention.backend,
         )
     return model.train()
+
+
+def check_model(
+    architecture: dict[str, Any] | None, pretrained: str | None, attention: AttentionSettings | None
+) -> None:
+    """Find what is wrong with the settings without building anything, before the data are made ready.
+
+    Raises:
+        ValueError: Names the key to change.
+    """
+    if (architecture is None) == (pretrained is None):
+        raise ValueError(
+            explain(
+                "model.architecture and model.pretrained are "
+                + ("both set" if pretrained else "both missing"),
+                "a model is either made new from its configuration or loaded",
+                "set exactly one of them",
+            )
+        )
+    if attention is not None:
+        check_block_size(attention.block_size)
+    if architecture is not None:
+        _configuration(dict(architecture), None, None)
 
 
 def backbone_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -152,7 +168,8 @@ def _check_against_data(
             explain(
                 f"the model's vocab_size is {config.vocab_size}, the tokenizer's {vocab_size}",
                 "token ids would lie outside the embedding",
-                "raise model.architecture.vocab_size or use the tokenizer that belongs to the model",
+                "use the tokenizer that belongs to the model (data.tokenizer), or, for a model made from "
+                "model.architecture, leave out its vocab_size",
             )
         )
     positions = getattr(config, "max_position_embeddings", None)

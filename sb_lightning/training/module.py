@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sb_lightning._messages import explain
 from sb_lightning.attention.huggingface import SparseSettings, sparse_settings
 from sb_lightning.training.loss import head_losses, next_token_targets, window_loss_scale
-from sb_lightning.training.model import backbone_and_head, build_language_model
+from sb_lightning.training.model import backbone_and_head, build_language_model, check_model
 from sb_lightning.training.schedule import build_optimizer
 from sb_lightning.training.settings import AttentionSettings, OptimizerSettings, settings_from
 
@@ -32,7 +32,8 @@ class CausalLMModule(LightningModule):
 
     The loss of a micro-batch is scaled so that a window's gradient is that of the mean over its target
     tokens, whatever ranks and micro-batches the sequences run in (`window_loss_scale`). Logs `train/loss`
-    once per window, `val/loss`, `val/perplexity` and `test/loss`, already reduced over ranks.
+    and `train/learning_rate` once per window, `val/loss`, `val/perplexity`, `test/loss` and
+    `test/perplexity`, all reduced over ranks.
 
     Args:
         architecture: Fields of a transformers configuration, `model_type` included, for a model with random
@@ -59,6 +60,7 @@ class CausalLMModule(LightningModule):
     ) -> None:
         super().__init__()
         self.attention = settings_from(AttentionSettings, attention, "model.attention") if attention else None
+        check_model(architecture, pretrained, self.attention)
         self.optimizer = settings_from(OptimizerSettings, optimizer, "model.optimizer")
         self.save_hyperparameters(
             {
@@ -79,6 +81,8 @@ class CausalLMModule(LightningModule):
         self.model: nn.Module | None = None
         self._sums: dict[str, Tensor] = {}
         self._window_targets: int | None = None
+        self._schedule_steps: float | None = None
+        self._restored_steps: float | None = None
 
     @property
     def sparse_settings(self) -> SparseSettings | None:
@@ -145,7 +149,11 @@ class CausalLMModule(LightningModule):
         """Log the window's loss: here every rank has finished its micro-batches."""
         sums = self.sync_sum(self._sums.pop("train"))
         targets = sums[1] if self._window_targets is None else self._window_targets
-        self.log("train/loss", sums[0] / targets if targets else sums[0], on_step=True, on_epoch=False)
+        metrics = {
+            "train/loss": sums[0] / targets if targets else sums[0],
+            "train/learning_rate": optimizer.param_groups[0]["lr"],
+        }
+        self.log_dict(metrics, on_step=True, on_epoch=False)
 
     def validation_step(self, batch: MicroBatch, batch_idx: int) -> None:
         """Add up token losses and targets."""
@@ -179,7 +187,20 @@ class CausalLMModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """AdamW with warm-up and cosine decay over the run's optimizer steps."""
         assert self.model is not None
-        return build_optimizer(self.model, self.optimizer, self.trainer.estimated_stepping_batches)
+        steps = self.trainer.estimated_stepping_batches
+        if self._restored_steps not in (None, steps):
+            rank_zero_warn(
+                f"the checkpoint's learning-rate schedule spans {self._restored_steps} steps, this run's "
+                f"{steps}: the rate jumps to where the longer or shorter schedule is by now. For an exact "
+                "continuation, resume with the trainer.max_steps or max_epochs that the run began with."
+            )
+        self._schedule_steps = steps
+        return build_optimizer(self.model, self.optimizer, steps)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Note how many steps the learning-rate schedule spans."""
+        if self._schedule_steps is not None:
+            checkpoint["schedule_steps"] = self._schedule_steps
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model with the reason, before loading fails half-way.
@@ -187,6 +208,7 @@ class CausalLMModule(LightningModule):
         Raises:
             ValueError: The weights' names or shapes differ from this model's.
         """
+        self._restored_steps = checkpoint.get("schedule_steps")
         if not self.strict_loading:
             return
         ours, theirs = self.state_dict(), checkpoint["state_dict"]

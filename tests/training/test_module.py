@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 
 import pytest
 import torch
@@ -382,3 +383,32 @@ def test_settings_from_the_command_line_become_plain_numbers():
     settings = OptimizerSettings(learning_rate=PositiveFloat(0.5))
     assert type(settings.learning_rate) is float
     assert type(AttentionSettings(budget=PositiveInt(3)).budget) is int
+
+
+def test_another_length_of_the_schedule_is_told_on_resume(tmp_path):
+    def trained(max_steps, **kwargs):
+        trainer = quick_trainer(max_steps=max_steps)
+        trainer.fit(make_module(), text(tmp_path), **kwargs)
+        return trainer
+
+    first = trained(2)
+    assert float(first.callback_metrics["train/learning_rate"]) > 0
+    first.save_checkpoint(tmp_path / "model.ckpt")
+    with pytest.warns(UserWarning, match="schedule spans 2 steps, this run's 3"):
+        trained(3, ckpt_path=tmp_path / "model.ckpt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trained(2, ckpt_path=tmp_path / "model.ckpt")
+    assert not [w for w in caught if "schedule" in str(w.message)]
+
+
+def test_settings_of_the_model_are_checked_before_the_data_are_read(tmp_path):
+    # Nothing is tokenized for a run that cannot start.
+    with pytest.raises(ValueError, match="both missing"):
+        CausalLMModule()
+    with pytest.raises(ValueError, match="block_size"):
+        CausalLMModule(
+            architecture=tiny_architecture(), attention=AttentionSettings(block_size=20, backend="reference")
+        )
+    with pytest.raises(ValueError, match="hiden_size"):
+        CausalLMModule(architecture=tiny_architecture(hiden_size=3))
