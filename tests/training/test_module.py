@@ -242,7 +242,7 @@ def test_mixed_precision_trains(tmp_path):
 
 
 def test_checkpoints_hold_only_plain_types_and_load_without_the_data(tmp_path):
-    data, module, trainer = text(tmp_path), make_module(), quick_trainer(enable_checkpointing=True)
+    data, module, trainer = text(tmp_path), make_module(), quick_trainer()
     trainer.fit(module, data)
     path = tmp_path / "model.ckpt"
     trainer.save_checkpoint(path)
