@@ -81,10 +81,17 @@ def sparsify(
     Raises:
         ValueError: The model's attention has something MoBA does not define (sliding window, score
             bias, dropout, sinks, an unsupported head dimension), or an argument is out of range.
-        TypeError: `model` contains no transformers model with interchangeable attention.
+        TypeError: `model` contains no transformers model with interchangeable attention, or
+            `dense_layers` is no list of integers.
     """
     check_block_size(block_size)
     check_budget(budget)
+    if isinstance(dense_layers, int) or not all(isinstance(layer, int) for layer in dense_layers):
+        raise TypeError(
+            explain(
+                f"dense_layers is {dense_layers!r}", "it lists layer numbers", "pass e.g. dense_layers=[3]"
+            )
+        )
     base, layers = _base_model(model)
     settings = SparseSettings(
         block_size=block_size,
@@ -134,6 +141,9 @@ class _SequenceBoundsHook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if module.config._attn_implementation != IMPLEMENTATION:  # type: ignore[union-attr]
+            # Switched back to another one since.
+            return args, kwargs
         given = dict(zip(self.names, args, strict=False)) | kwargs
         if module.training and given.get("use_cache") is None:
             kwargs["use_cache"] = False
@@ -151,6 +161,10 @@ class _SequenceBoundsHook:
             )
         elif max_seqlen is None and not torch.compiler.is_compiling():
             max_seqlen = int((cu_seqlens[1:] - cu_seqlens[:-1]).max()) if len(cu_seqlens) > 1 else 0
+        if cu_seqlens.is_floating_point():
+            raise TypeError(
+                explain(f"cu_seqlens is {cu_seqlens.dtype}", "it counts tokens", "pass an int32 tensor")
+            )
         kwargs["cu_seqlens"] = cu_seqlens.to(torch.int32)
         kwargs["max_seqlen"] = int(max_seqlen) if isinstance(max_seqlen, Tensor) else max_seqlen
         return args, kwargs
@@ -224,8 +238,8 @@ def _attention_forward(
     budget = settings.budget_of(module.layer_idx, max_seqlen)  # type: ignore[arg-type]
     packed = moba_attention(
         query.transpose(1, 2).reshape(rows * columns, heads, dim),
-        key.transpose(1, 2).reshape(rows * columns, -1, key.shape[-1]),
-        value.transpose(1, 2).reshape(rows * columns, -1, value.shape[-1]),
+        key.transpose(1, 2).reshape(rows * columns, key.shape[1], key.shape[3]),
+        value.transpose(1, 2).reshape(rows * columns, value.shape[1], value.shape[3]),
         cu_seqlens,
         budget,
         block_size=settings.block_size,

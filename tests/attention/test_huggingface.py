@@ -334,3 +334,26 @@ def test_the_implementation_without_sparsify_says_so():
     other.set_attn_implementation("sb_moba")
     with pytest.raises(RuntimeError, match="without settings"):
         other(input_ids=packed([20])["input_ids"])
+
+
+def test_switched_back_to_sdpa_it_takes_any_mask_again():
+    model = sparsify(build(), block_size=16, budget=2).eval()
+    model.set_attn_implementation("sdpa")
+    ids, mask = packed([40])["input_ids"], torch.ones(1, 40, dtype=torch.long)
+    mask[0, 10:12] = 0
+    with torch.no_grad():
+        out = model(input_ids=ids, attention_mask=mask).logits
+        plain = build(attn_implementation="sdpa").eval()(input_ids=ids, attention_mask=mask).logits
+    assert torch.equal(out, plain)
+
+
+def test_bounds_that_are_no_integers_are_refused():
+    model = sparsify(build(), block_size=16, budget=2)
+    with pytest.raises(TypeError, match=r"cu_seqlens is torch.float32"):
+        model(input_ids=packed([40])["input_ids"], cu_seqlens=torch.tensor([0.0, 20.5, 40.0]), max_seqlen=20)
+
+
+@pytest.mark.parametrize("layers", [1, ["1"]])
+def test_dense_layers_that_are_no_list_of_numbers(layers):
+    with pytest.raises(TypeError, match="dense_layers is"):
+        sparsify(build(), block_size=16, budget=2, dense_layers=layers)
