@@ -7,12 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sb_lightning.callbacks.checkpoint import LastCheckpoint
+    from sb_lightning.callbacks.model_line import ModelLine
+    from sb_lightning.callbacks.predictions import PredictionWriter
     from sb_lightning.callbacks.progress import TrainingProgress
     from sb_lightning.callbacks.summary import RunSummary
 
-__all__ = ["LastCheckpoint", "RunSummary", "TrainingProgress"]
+__all__ = ["LastCheckpoint", "ModelLine", "PredictionWriter", "RunSummary", "TrainingProgress"]
 
-_HOME = {"LastCheckpoint": "checkpoint", "RunSummary": "summary", "TrainingProgress": "progress"}
+_HOME = {
+    "LastCheckpoint": "checkpoint",
+    "ModelLine": "model_line",
+    "PredictionWriter": "predictions",
+    "RunSummary": "summary",
+    "TrainingProgress": "progress",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -74,6 +74,9 @@ class LastCheckpoint(ModelCheckpoint):
         is_end = trainer.should_stop or trainer.global_step == trainer.max_steps
         if is_due or (is_end and not trainer.is_last_batch):
             self._write(trainer)
+        if self._is_requested and trainer.is_global_zero:
+            # Lightning writes them after this hook, which it will not reach.
+            _log_window(trainer)
         self._stop_if_requested(trainer)
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
@@ -132,6 +135,9 @@ class LastCheckpoint(ModelCheckpoint):
         if os.getpid() != self._pid:
             # A worker of a data loader: the window at hand still needs its data.
             return
+        if self._is_safe:
+            # The file is being written.
+            return
         if self._is_requested or not self._is_training:
             raise KeyboardInterrupt
         self._is_requested = True
@@ -141,12 +147,15 @@ class LastCheckpoint(ModelCheckpoint):
     def _stop_if_requested(self, trainer: Trainer) -> None:
         if self._is_requested and trainer.is_global_zero:
             self._is_safe = True
+            self._write_alone(trainer)
             raise KeyboardInterrupt
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write if the training was stopped between two windows."""
-        is_safe, self._is_safe, self._is_training = self._is_safe, False, False
-        if not is_safe or getattr(trainer, "fast_dev_run", False):
+        """Nothing to write: between two windows it is written already, and elsewhere a window is open."""
+        self._is_safe = self._is_training = False
+
+    def _write_alone(self, trainer: Trainer) -> None:
+        if getattr(trainer, "fast_dev_run", False):
             return
         if trainer.world_size > 1 and not _rank_zero_saves_alone(trainer):
             rank_zero_info(
@@ -174,6 +183,12 @@ def _is_between_windows(trainer: Trainer) -> bool:
     # run.
     done: int = trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
     return trainer.is_last_batch or done % trainer.accumulate_grad_batches == 0
+
+
+def _log_window(trainer: Trainer) -> None:
+    connector = trainer._logger_connector
+    connector.on_batch_end()
+    connector.log_metrics(connector.metrics["log"])
 
 
 def _rank_zero_saves_alone(trainer: Trainer) -> bool:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+    from lightning.pytorch.loggers import Logger
 
-__all__ = ["run_directory", "write_json"]
+__all__ = ["log_place", "run_directory", "write_json"]
 
 
 def run_directory(trainer: Trainer) -> Path:
@@ -32,6 +33,21 @@ def run_directory(trainer: Trainer) -> Path:
     version = logger.version
     name = version if isinstance(version, str) else f"version_{version}"
     return Path(logger.save_dir or trainer.default_root_dir, str(logger.name or ""), name)
+
+
+def log_place(logger: Logger) -> str | None:
+    """Return where a logger's records are: a folder, or the address of a service; None if it does not say.
+
+    Args:
+        logger: A logger in use, on rank zero.
+    """
+    # The folder of all runs comes last: some loggers keep a run elsewhere and know it by its experiment.
+    experiment = None if getattr(logger, "log_dir", None) else getattr(logger, "experiment", None)
+    for owner, name in ((logger, "log_dir"), (experiment, "url"), (experiment, "dir"), (logger, "save_dir")):
+        place = getattr(owner, name, None)
+        if isinstance(place, (str, os.PathLike)) and str(place):
+            return str(place) if "://" in str(place) else os.path.normpath(place)
+    return None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

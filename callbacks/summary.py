@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_warn
 from rich import get_console
-from rich.table import Table
 
+from sb_lightning._messages import explain
 from sb_lightning.attention.pairs import attended_pairs, causal_pairs
-from sb_lightning.callbacks.run_files import run_directory, write_json
+from sb_lightning.callbacks.run_files import log_place, run_directory, write_json
+from sb_lightning.callbacks.summary_table import summary_table
 from sb_lightning.callbacks.windows import Clock, WindowMeter, loss_of_window
 
 if TYPE_CHECKING:
@@ -30,8 +32,10 @@ class RunSummary(Callback):
     The work of a rank is the number of (query, key) pairs its attention visits, by closed form, for one query
     head of one layer: block-sparse if the module has `sparse_settings` (with `block_size` and `budget`), else
     dense. Tokens per second leave out validation and the first window. Losses "first" are those of the first
-    window and the first validation ever, also after a resume; everything else is about this run. Works in any
-    Lightning project; what cannot be known is left out. The ranks meet once, at the end.
+    window and the first validation ever, also after a resume; everything else is about this session, and its
+    rows say so where there was an earlier one. Works in any Lightning project; what cannot be known is left
+    out. The ranks meet once, at the end. After Ctrl-C they no longer can: the table then has the work of rank
+    zero only, and `status` is "interrupted" in place of "finished".
 
     Args:
         loss_name: The logged loss of a window.
@@ -61,6 +65,8 @@ class RunSummary(Callback):
 
     def _reset(self) -> None:
         self._started = 0.0
+        self._is_open = False
+        self._first_step = 0
         self._windows = 0
         self._seconds = 0.0
         # Attended pairs, tokens, sequences, tokens of the windows whose time counts.
@@ -71,7 +77,9 @@ class RunSummary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start counting."""
         self._reset()
+        self._is_open = True
         self._started = self.clock()
+        self._first_step = trainer.global_step
         self._meter = WindowMeter(self.clock, trainer.global_step)
 
     def on_train_batch_start(
@@ -136,14 +144,38 @@ class RunSummary(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the table and write the file; by now every checkpoint has been written."""
-        if not trainer.is_global_zero or not self._ranks:
+        if not trainer.is_global_zero:
             return
+        if not self._windows and (limit := _reached_limit(trainer)):
+            rank_zero_warn(
+                explain(
+                    f"nothing was left to do after window {trainer.global_step} of the checkpoint",
+                    f"{limit} has been reached already",
+                    f"raise {limit.split('=')[0]}",
+                )
+            )
+        elif self._ranks:
+            self._publish(trainer, pl_module, "finished")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """After Ctrl-C, print and write what rank zero knows; the other ranks are on their way out."""
+        is_open, self._is_open = self._is_open, False
+        if is_open and isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero:
+            self._ranks = [list(self._work)]
+            self._publish(trainer, pl_module, "interrupted")
+
+    def _publish(self, trainer: Trainer, pl_module: LightningModule, status: str) -> None:
+        self._is_open = False
         directory = run_directory(trainer)
         writes = not getattr(trainer, "fast_dev_run", False)
-        self.summary = self._build(trainer, pl_module, directory if writes else None)
+        self.summary = {
+            "version": 1,
+            "status": status,
+            **self._build(trainer, pl_module, directory if writes else None),
+        }
         if writes:
             write_json(directory / "summary.json", self.summary)
-        (self.console or get_console()).print(_table(self.summary))
+        (self.console or get_console()).print(summary_table(self.summary))
 
     def _build(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> dict[str, Any]:
         settings = getattr(pl_module, "sparse_settings", None)
@@ -151,15 +183,18 @@ class RunSummary(Callback):
         # Ranks that share one batch (tensor parallel) have counted it several times.
         replicas = (getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}).get("num_replicas")
         share = (replicas or trainer.world_size) / trainer.world_size
+        # After Ctrl-C, what the other ranks have done is not known.
+        is_whole = len(self._ranks) == trainer.world_size
+        rate = timed * share / self._seconds if timed and self._seconds > 0 else None
         return {
-            "version": 1,
             "loss": _finite(self._loss),
             "validation_loss": _finite(self._validation),
             "windows": self._windows,
             "global_step": trainer.global_step,
-            "tokens": round(tokens * share),
-            "sequences": round(sequences * share),
-            "tokens_per_s": timed * share / self._seconds if timed and self._seconds > 0 else None,
+            "resumed_at": self._first_step or None,
+            "tokens": round(tokens * share) if is_whole else None,
+            "sequences": round(sequences * share) if is_whole else None,
+            "tokens_per_s": rate if is_whole else None,
             "training_s": self._seconds,
             "wall_s": self.clock() - self._started,
             "sparse": settings and {"block_size": int(settings.block_size), "budget": int(settings.budget)},
@@ -167,7 +202,7 @@ class RunSummary(Callback):
                 {
                     "rank": rank,
                     "attended_pairs": row[0],
-                    "share": row[0] / pairs if pairs else None,
+                    "share": row[0] / pairs if pairs and is_whole else None,
                     "tokens": row[1],
                     "sequences": row[2],
                 }
@@ -199,59 +234,26 @@ def _finite(series: dict[str, float | None]) -> dict[str, float | None]:
     }
 
 
+def _reached_limit(trainer: Trainer) -> str | None:
+    if 0 < trainer.max_steps <= trainer.global_step:
+        return f"trainer.max_steps={trainer.max_steps}"
+    epochs = trainer.max_epochs
+    if epochs is not None and 0 < epochs <= trainer.current_epoch:
+        return f"trainer.max_epochs={epochs}"
+    return None
+
+
 def _files(trainer: Trainer, directory: Path | None) -> dict[str, Any]:
     checkpoints: list[str] = []
     for callback in trainer.checkpoint_callbacks:
         for path in (getattr(callback, "best_model_path", ""), getattr(callback, "last_model_path", "")):
-            if path and path not in checkpoints and Path(path).exists():
-                checkpoints.append(path)
+            name = os.path.normpath(path) if path else ""
+            if name and name not in checkpoints and Path(name).exists():
+                checkpoints.append(name)
     config = directory and directory / "config.yaml"
     return {
         "checkpoints": checkpoints,
-        "logs": str(directory) if directory and trainer.loggers else None,
+        "logs": [place for logger in trainer.loggers if (place := log_place(logger))] if directory else [],
         "config": str(config) if config and config.exists() else None,
         "summary": str(directory / "summary.json") if directory else None,
     }
-
-
-def _table(summary: dict[str, Any]) -> Table:
-    table = Table(title="Run summary", title_justify="left", show_header=False)
-    table.add_column(no_wrap=True)
-    # Paths are copied: fold them rather than cut them.
-    table.add_column(overflow="fold")
-
-    def row(name: str, *values: str | None) -> None:
-        shown = [value for value in values if value]
-        if shown:
-            table.add_row(name, "\n".join(shown))
-
-    row("train loss", _change(summary["loss"]))
-    row("validation loss", _change(summary["validation_loss"]))
-    row("windows", f"{summary['windows']:,}")
-    if summary["tokens"]:
-        row("tokens", f"{summary['tokens']:,} in {summary['sequences']:,} sequences")
-    if summary["tokens_per_s"]:
-        row("tokens/s", f"{summary['tokens_per_s']:,.0f} (without validation and the first window)")
-    row("wall time", str(timedelta(seconds=round(summary["wall_s"]))))
-    sparse = summary["sparse"]
-    if summary["tokens"]:
-        row("attention", f"{sparse['budget']} blocks of {sparse['block_size']} keys" if sparse else "dense")
-    for rank in summary["ranks"]:
-        if rank["share"] is not None:
-            row(
-                f"work of rank {rank['rank']}",
-                f"{rank['share']:.1%}: {rank['attended_pairs']:,} attended pairs, "
-                f"{rank['tokens']:,} tokens, {rank['sequences']:,} sequences",
-            )
-    files = summary["files"]
-    row("checkpoint", *files["checkpoints"])
-    row("logs", files["logs"])
-    row("config", files["config"])
-    row("this table", files["summary"])
-    return table
-
-
-def _change(series: dict[str, float | None]) -> str | None:
-    if series["first"] is None or series["last"] is None:
-        return None
-    return f"{series['first']:.4f} -> {series['last']:.4f}"

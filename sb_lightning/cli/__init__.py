@@ -14,7 +14,7 @@ TRAINER_COMMANDS = {
     "fit": "train a model",
     "validate": "run the validation set through a model",
     "test": "run the test set through a model",
-    "predict": "loss of each sequence, through Lightning's predict loop",
+    "predict": "write the loss of each held-out sequence to predictions.jsonl",
 }
 COMMANDS = {**TRAINER_COMMANDS, "doctor": "what works on this machine, and why the rest does not"}
 

@@ -33,7 +33,11 @@ WITHOUT_METADATA = (
     "jsonargparse<5",
 )
 # Looked at although training needs none of them.
-TOOLS = ("pytorch-lightning", "pybind11", "ninja")
+TOOLS = ("pytorch-lightning", "pybind11")
+# What a tool is for, where it is missing.
+OPTIONAL = {
+    "pybind11": "not installed (optional: only needed to build what uses it)",
+}
 GLOO_TIMEOUT_S = 60.0
 BUILD = (
     "python setup.py build_ext --inplace (in a checkout), or "
@@ -94,7 +98,7 @@ def check_packages() -> Iterator[Check]:
                 fix="" if is_right else f"pip install '{requirement.name}{allowed}'",
             )
     for name in TOOLS:
-        yield Check(name=name, status="info", detail=_version(name) or "not installed")
+        yield Check(name=name, status="info", detail=_version(name) or OPTIONAL.get(name, "not installed"))
 
 
 def check_blocked_lightning() -> Iterator[Check]:
@@ -130,7 +134,10 @@ def check_location() -> Iterator[Check]:
                 name="another package",
                 status="warn",
                 detail=f"{folder} is a second copy, which `python -m sb_lightning` takes there",
-                fix="run from another folder, or remove the copy",
+                fix="nothing if you meant that copy: Python looks in the current folder first, so "
+                "commands that run in a clone use the clone, not what pip has installed; to use the "
+                "installed one, run from another folder (to work on the clone: pip install "
+                "--no-build-isolation -e .)",
             )
 
 

@@ -6,6 +6,8 @@ import os
 import sys
 import traceback
 
+from sb_lightning._messages import explain
+
 __all__ = ["report"]
 
 # The third part of every text that `sb_lightning._messages.explain` makes.
@@ -22,9 +24,23 @@ def report(error: Exception) -> int:
     """
     rank = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or "0"
     prefix = "" if rank == "0" else f"[rank {rank}] "
+    error = _known(error)
     is_for_user = FIX in str(error) or type(error).__name__ == "MisconfigurationException"
     if not is_for_user or os.environ.get("SB_TRACEBACK", "0") not in ("", "0"):
         traceback.print_exception(error)
     if is_for_user:
         print(f"{prefix}sb: error: {error}", file=sys.stderr)
     return 1
+
+
+def _known(error: Exception) -> Exception:
+    """Say what to do about errors of other packages that a user can mend."""
+    if type(error).__module__.startswith("wandb.") and "API key" in str(error):
+        return RuntimeError(
+            explain(
+                "trainer.logger is WandbLogger",
+                "wandb knows no API key",
+                "run `wandb login`, or set trainer.logger.init_args.offline to true",
+            )
+        )
+    return error

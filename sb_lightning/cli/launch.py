@@ -30,16 +30,33 @@ def follow_rank_zero() -> bool:
     Returns:
         Whether this process was started by another `sb`.
     """
-    if os.environ.get(LAUNCHER) != str(os.getppid()):
+    launcher = os.environ.get(LAUNCHER)
+    if launcher != str(os.getppid()):
+        if launcher != str(os.getpid()) and "LOCAL_RANK" in os.environ and not _is_alive(launcher):
+            # A rank whose launcher ended while this process started: nobody would ever join it.
+            os._exit(1)
         os.environ[LAUNCHER] = str(os.getpid())
         return False
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ[LAUNCHER] != str(os.getppid()):
+    if launcher != str(os.getppid()):
         # It ended before the line above.
         os._exit(1)
+    return True
+
+
+def _is_alive(pid: str | None) -> bool:
+    """Return whether a process runs; True where none is named."""
+    if pid is None or not pid.isdigit():
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
     return True
 
 
@@ -63,6 +80,15 @@ def set_threads(threads: int | None) -> None:
                 f"threads_per_rank is {threads}",
                 "a rank needs a thread",
                 "set threads_per_rank to 1 or more, or null",
+            )
+        )
+    cores = os.cpu_count() or 1
+    if threads > 16 * cores:
+        raise ValueError(
+            explain(
+                f"threads_per_rank is {threads} on {cores} cores",
+                "the threads would only wait for each other",
+                "set threads_per_rank to at most the number of cores over the number of ranks",
             )
         )
     for name in THREAD_VARIABLES:

@@ -1,20 +1,19 @@
-"""The command line's parser: a short usage line, and the nearest key for one that does not exist."""
+"""The command line's parser: a short usage line, and errors that name the key in one line."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import re
 from typing import NoReturn
 
+from jsonargparse import set_parsing_settings
 from lightning.pytorch.cli import LightningArgumentParser
+
+from sb_lightning.cli.parse_errors import one_line
 
 __all__ = ["TrainingParser"]
 
-# How jsonargparse names a key that it does not know: on the command line, and in a file.
-UNKNOWN_KEY = re.compile(
-    r"unrecognized arguments: --([\w.]+)|does not accept (?:option|nested key) '([\w.]+)'"
-)
+# The help of a settings dataclass is the text below each of its fields.
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 class TrainingParser(LightningArgumentParser):
@@ -26,13 +25,8 @@ class TrainingParser(LightningArgumentParser):
         return f"usage: {command} [--config FILE ...] [--key value | --key=value ...]\n"
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the message, with the nearest key if one was misspelt, and exit with code 2."""
-        found = UNKNOWN_KEY.search(message)
-        if found:
-            key = found.group(1) or found.group(2)
-            close = difflib.get_close_matches(key, _keys(self), n=1, cutoff=0.75)
-            message += f" (did you mean '{close[0]}'?)" if close else ""
-        super().error(message, ex)
+        """Print what was wrong with which key, with the nearest key if one was misspelt; exit code 2."""
+        super().error(one_line(message, _keys(self)), ex)
 
 
 def _keys(parser: argparse.ArgumentParser) -> set[str]:

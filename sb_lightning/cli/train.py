@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,15 +11,15 @@ from typing import Any
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from sb_lightning._messages import explain
-from sb_lightning.callbacks import LastCheckpoint, RunSummary, TrainingProgress
+from sb_lightning.callbacks import LastCheckpoint, ModelLine, PredictionWriter, RunSummary, TrainingProgress
 from sb_lightning.callbacks.run_files import run_directory
 from sb_lightning.cli import TRAINER_COMMANDS
 from sb_lightning.cli.errors import report
 from sb_lightning.cli.launch import follow_rank_zero, set_threads
+from sb_lightning.cli.loggers import check_loggers, csv_logger
 from sb_lightning.cli.noise import hide_noise
 from sb_lightning.cli.parser import TrainingParser
 
@@ -26,10 +27,17 @@ __all__ = ["SaveConfig", "TrainingCLI", "run"]
 
 # What Lightning accepts for ckpt_path besides a file.
 CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
-NO_ABBREVIATIONS = {
+PARSER_OPTIONS = {
     "prog": "sb",
     "allow_abbrev": False,
-    **{command: {"allow_abbrev": False} for command in TRAINER_COMMANDS},
+    **{
+        command: {
+            "allow_abbrev": False,
+            "usage": f"sb {command} [--config FILE ...] [--key value | --key=value ...]",
+            "description": f"{what[0].upper()}{what[1:]}.",
+        }
+        for command, what in TRAINER_COMMANDS.items()
+    },
 }
 
 
@@ -67,9 +75,14 @@ class TrainingCLI(LightningCLI):
             model_class,
             datamodule_class,
             save_config_callback=SaveConfig,
-            trainer_defaults={"use_distributed_sampler": False, "default_root_dir": "runs"},
+            trainer_defaults={
+                "use_distributed_sampler": False,
+                "default_root_dir": "runs",
+                # ModelLine says what matters of it.
+                "enable_model_summary": False,
+            },
             seed_everything_default=0,
-            parser_kwargs=dict(NO_ABBREVIATIONS),
+            parser_kwargs=copy.deepcopy(PARSER_OPTIONS),
             parser_class=TrainingParser,
             # The module makes its optimizer itself: two ways to set a learning rate would be one too many.
             auto_configure_optimizers=False,
@@ -108,7 +121,11 @@ class TrainingCLI(LightningCLI):
         _check_checkpoint(config.get("ckpt_path"))
         if trainer["logger"] in (None, True):
             # Not Lightning's choice, which depends on what is installed.
-            trainer["logger"] = _csv_logger(trainer["default_root_dir"])
+            trainer["logger"] = csv_logger(trainer["default_root_dir"])
+        check_loggers(trainer["logger"])
+        if self.subcommand == "predict" and config.get("return_predictions") is None:
+            # PredictionWriter has kept what is needed of them.
+            config["return_predictions"] = False
         has_end = (
             trainer["max_epochs"] is not None or trainer["max_steps"] != -1 or trainer["max_time"] is not None
         )
@@ -130,24 +147,16 @@ class TrainingCLI(LightningCLI):
 
         if config["enable_progress_bar"] is not False and not config["barebones"]:
             add(ProgressBar, TrainingProgress)
-        if self.subcommand == "fit" and not config["barebones"]:
+        if not config["barebones"]:
+            # It has nothing to say about a run without training, but a checkpoint of one holds its state.
             add(RunSummary, RunSummary)
+        if self.subcommand == "fit" and not config["barebones"]:
+            add(ModelLine, ModelLine)
             if config["enable_checkpointing"] is not False:
                 add(LastCheckpoint, LastCheckpoint)
+        if self.subcommand == "predict" and not config["barebones"]:
+            add(PredictionWriter, PredictionWriter)
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
-
-
-def _csv_logger(root: Any) -> dict[str, Any]:
-    return {
-        "class_path": f"{CSVLogger.__module__}.{CSVLogger.__qualname__}",
-        "init_args": {
-            "save_dir": str(root or "runs"),
-            "name": "",
-            "version": None,
-            "prefix": "",
-            "flush_logs_every_n_steps": 100,
-        },
-    }
 
 
 def _check_checkpoint(path: Any) -> None:

@@ -66,8 +66,7 @@ class TextDataModule(LightningDataModule):
         num_workers: Processes that prepare micro-batches ahead; 0 prepares them in the training process.
 
     Attributes:
-        vocab_size: Number of token ids, known after ``setup``.
-        tokenizer: The tokenizer, known after ``setup``; before, what the argument named.
+        vocab_size: Number of token ids, known after ``setup`` like the tokenizer itself.
         report: Counts of documents, sequences and tokens, and of what was cut or left out.
         train_dataset: Training split.
         val_dataset: Validation split, also used for test and predict; None if it is empty.

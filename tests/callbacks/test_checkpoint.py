@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import csv
+import io
+import json
 import os
 import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from packed_run import PackedModule, loader, packed, trainer
+from rich.console import Console
 
-from sb_lightning.callbacks import LastCheckpoint
+from sb_lightning.callbacks import LastCheckpoint, RunSummary
 from sb_lightning.callbacks.checkpoint import _rank_zero_saves_alone
 
 BATCHES = [packed([4])] * 12
@@ -67,6 +72,35 @@ def test_ctrl_c_finishes_the_window_and_saves_it(tmp_path, at, capfd):
     assert module.seen == 6
     assert steps(tmp_path) == 3
     assert "finishing this window" in capfd.readouterr().err
+
+
+def test_ctrl_c_logs_the_window_it_finished_and_the_summary_names_the_file(tmp_path):
+    report = RunSummary()
+    report.console = Console(file=io.StringIO())
+    settings = {"accumulate_grad_batches": 2, "enable_checkpointing": True}
+    logger = CSVLogger(tmp_path, name="", version="run")
+    run = trainer(tmp_path, LastCheckpoint(), report, logger=logger, log_every_n_steps=50, **settings)
+    with pytest.raises(SystemExit):
+        run.fit(Interrupted(4), loader(*BATCHES))
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["step"]), float(row["train/loss"])) for row in rows] == [(2, 8.0)]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["windows"]) == ("interrupted", 3)
+    assert summary["files"]["checkpoints"] == [str(tmp_path / "run" / "checkpoints" / "last.ckpt")]
+
+
+def test_ctrl_c_while_the_file_is_written_does_not_stop_that(tmp_path, monkeypatch):
+    original = LastCheckpoint._write_alone
+
+    def write(self, run):
+        os.kill(os.getpid(), signal.SIGINT)
+        original(self, run)
+
+    monkeypatch.setattr(LastCheckpoint, "_write_alone", write)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, Interrupted(4))
+    assert steps(tmp_path) == 3
 
 
 def test_a_resumed_run_goes_on_with_the_next_window(tmp_path):

@@ -3,6 +3,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from sb_lightning.attention.pairs import attended_pairs, causal_pairs
 from sb_lightning.callbacks import RunSummary
+from sb_lightning.callbacks.run_files import log_place
 
 WINDOWS = [packed([5]), packed([9, 2]), packed([20]), packed([1, 1, 1]), packed([33])]
 
@@ -97,6 +100,99 @@ def test_first_losses_survive_a_resume(tmp_path):
     assert again.summary["loss"] == {"first": 10.0, "last": 1.0}
     assert again.summary["validation_loss"] == {"first": 15.0, "last": 10.0}
     assert (again.summary["windows"], again.summary["global_step"]) == (5, 10)
+    assert (first.summary["resumed_at"], again.summary["resumed_at"]) == (None, 5)
+    text = shown(again)
+    for name in ("windows", "tokens", "wall time", "work of rank 0"):
+        assert f"{name} (this session)" in text
+    assert "5 (windows 6 to 10)" in text
+    assert "this session" not in shown(first)
+
+
+def test_a_finished_run_says_that_nothing_is_left_to_do(tmp_path):
+    run = trainer(tmp_path, max_steps=2, max_epochs=-1, enable_checkpointing=True)
+    run.fit(PackedModule(), loader(*WINDOWS))
+    run.save_checkpoint(tmp_path / "a.ckpt")
+    for limits, key in (({"max_steps": 2, "max_epochs": -1}, "max_steps"), ({"max_epochs": 1}, "max_epochs")):
+        again = summary()
+        module = PackedModule()
+        path = tmp_path / "a.ckpt"
+        if key == "max_epochs":
+            whole = trainer(tmp_path, max_epochs=1, enable_checkpointing=True)
+            whole.fit(PackedModule(), loader(*WINDOWS))
+            whole.save_checkpoint(path)
+        with pytest.warns(
+            UserWarning, match=f"nothing was left to do after window .* To fix it, raise trainer.{key}"
+        ):
+            trainer(tmp_path, again, **limits).fit(module, loader(*WINDOWS), ckpt_path=path)
+        assert module.runs == 0
+        assert again.summary is None
+
+
+class Interrupting(PackedModule):
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.runs == 3:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_has_a_summary_that_says_so(tmp_path):
+    callback = summary()
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit):
+            trainer(tmp_path, callback).fit(Interrupting(), loader(*WINDOWS))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["status"] == "interrupted"
+    assert (found["windows"], found["tokens"], found["sequences"]) == (3, 36, 4)
+    assert found["ranks"][0]["share"] == 1.0
+    text = shown(callback)
+    assert "Run summary (interrupted)" in text
+    assert "10.0000 -> 8.0000" in text
+
+
+def test_without_the_other_ranks_only_the_work_of_rank_zero_is_told(tmp_path):
+    callback = summary()
+    run = trainer(tmp_path, callback)
+    run.fit(PackedModule(), loader(*WINDOWS))
+    assert callback.summary["status"] == "finished"
+    callback._is_open = True
+    two = SimpleNamespace(
+        is_global_zero=True, world_size=2, global_step=5, strategy=run.strategy, loggers=[],
+        default_root_dir=tmp_path, checkpoint_callbacks=[], fast_dev_run=False,
+    )  # fmt: skip
+    callback.on_exception(two, PackedModule(), KeyboardInterrupt())
+    found = callback.summary
+    assert (found["tokens"], found["sequences"], found["tokens_per_s"]) == (None, None, None)
+    assert found["ranks"] == [
+        {"rank": 0, "attended_pairs": causal_pairs([5, 9, 2, 20, 1, 1, 1, 33]), "share": None,
+         "tokens": 72, "sequences": 8}
+    ]  # fmt: skip
+    callback.on_exception(two, PackedModule(), KeyboardInterrupt())
+    assert shown(callback).count("(interrupted)") == 1
+
+
+class ServiceLogger(CSVLogger):
+    """Keeps a run where only its experiment knows, as WandbLogger does."""
+
+    log_dir = None
+    experiment = SimpleNamespace(url=None, dir="./service/run-3/files")
+    log_metrics = log_hyperparams = save = finalize = lambda self, *args, **kwargs: None
+
+
+def test_every_logger_is_named_with_its_own_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    callback = summary()
+    loggers = [ServiceLogger("./a", name="", version="one"), CSVLogger("./b", name="c")]
+    trainer("./", callback, logger=loggers, enable_checkpointing=True).fit(PackedModule(), loader(*WINDOWS))
+    files = callback.summary["files"]
+    assert files["logs"] == ["service/run-3/files", "b/c/version_0"]
+    assert "./" not in json.dumps(files)
+    text = shown(callback)
+    assert "service/run-3/files" in text
+    assert "b/c/version_0" in text
+    monkeypatch.setattr(ServiceLogger.experiment, "url", "https://example.org/run-3")
+    assert log_place(loggers[0]) == "https://example.org/run-3"
 
 
 def test_files_lie_beside_those_of_the_logger(tmp_path):
@@ -106,7 +202,7 @@ def test_files_lie_beside_those_of_the_logger(tmp_path):
     )
     files = callback.summary["files"]
     folder = tmp_path / "mine" / "version_0"
-    assert files["logs"] == str(folder)
+    assert files["logs"] == [str(folder)]
     assert files["summary"] == str(folder / "summary.json")
     assert files["config"] is None
     assert files["checkpoints"] == [str(folder / "checkpoints" / "epoch=0-step=5.ckpt")]

@@ -70,6 +70,10 @@ def test_ctrl_c_keeps_a_checkpoint_and_leaves_no_process(tmp_path):
     # The step with index 4 is the first of the third window, which was finished.
     assert checkpoint["global_step"] == 3
     assert checkpoint["optimizer_states"]
+    summary = json.loads((tmp_path / "runs/version_0/summary.json").read_text())
+    assert (summary["status"], summary["windows"], len(summary["ranks"])) == ("interrupted", 3, 1)
+    assert summary["files"]["checkpoints"] == ["runs/version_0/checkpoints/last.ckpt"]
+    assert "Run summary (interrupted)" in output
     notes = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(ranks)]
     assert len({note["pid"] for note in notes}) == ranks
     # In the launched rank too, where Lightning would have set one thread.

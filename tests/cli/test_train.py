@@ -3,18 +3,21 @@ from __future__ import annotations
 import json
 import logging
 import os
+import warnings
+from functools import wraps
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelSummary
 from tiny_program import TinyData, TinyModule
 
-from sb_lightning.callbacks import LastCheckpoint, RunSummary, TrainingProgress
+from sb_lightning.callbacks import LastCheckpoint, ModelLine, PredictionWriter, RunSummary, TrainingProgress
 from sb_lightning.cli.train import run
 
-QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_model_summary=false"]
+QUIET = ["--trainer.accelerator=cpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +50,12 @@ def trainers(monkeypatch):
     """Let no Trainer run: return the list of those that were built."""
     built = []
     for method in ("fit", "validate", "test", "predict"):
-        monkeypatch.setattr(Trainer, method, lambda self, *args, **kwargs: built.append((self, kwargs)))
+        # Wrapped: the command line reads the arguments off the method.
+        @wraps(getattr(Trainer, method))
+        def note(self, *args, **kwargs):
+            built.append((self, kwargs))
+
+        monkeypatch.setattr(Trainer, method, note)
     return built
 
 
@@ -155,10 +163,16 @@ def kinds(trainer):
 def test_our_callbacks_are_there_and_can_be_configured_or_left_out(monkeypatch):
     built = trainers(monkeypatch)
     assert tiny("fit", *QUIET) == 0
-    assert {TrainingProgress, RunSummary, LastCheckpoint} <= set(kinds(built[-1][0]))
+    assert {TrainingProgress, RunSummary, LastCheckpoint, ModelLine} <= set(kinds(built[-1][0]))
+    assert ModelSummary not in kinds(built[-1][0])
     assert tiny("validate", *QUIET) == 0
     assert TrainingProgress in kinds(built[-1][0])
-    assert RunSummary not in kinds(built[-1][0])
+    assert {LastCheckpoint, ModelLine, PredictionWriter}.isdisjoint(kinds(built[-1][0]))
+    assert tiny("predict", *QUIET) == 0
+    assert PredictionWriter in kinds(built[-1][0])
+    assert built[-1][1]["return_predictions"] is False
+    assert tiny("predict", *QUIET, "--return_predictions=true") == 0
+    assert built[-1][1]["return_predictions"] is True
     off = ["--trainer.enable_progress_bar=false", "--trainer.enable_checkpointing=false"]
     assert tiny("fit", *QUIET, *off) == 0
     assert {TrainingProgress, LastCheckpoint}.isdisjoint(kinds(built[-1][0]))
@@ -198,8 +212,11 @@ def test_a_whole_run_and_its_resume(capfd):
     again = Path("runs/version_1")
     assert torch.load(again / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 8
     assert yaml.safe_load((again / "config.yaml").read_text())["model"]["learning_rate"] == 0.02
-    for command in ("validate", "test", "predict"):
-        assert tiny(command, *QUIET, "--ckpt_path", last) == 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for command in ("validate", "test", "predict"):
+            assert tiny(command, *QUIET, "--ckpt_path", last) == 0
+    assert not [str(each.message) for each in caught if "callbacks used to create" in str(each.message)]
     # A second run into the same folder overwrites the file in place of failing.
     version = ["--trainer.logger=CSVLogger", "--trainer.logger.save_dir=runs", "--trainer.logger.name=",
                "--trainer.logger.version=0"]  # fmt: skip
