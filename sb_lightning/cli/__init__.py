@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 all right, 1 the command failed (or was interrupted during training), 2 wrong usage,
-        130 interrupted before training began.
+        130 interrupted before training began, 143 ended by SIGTERM.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -38,15 +38,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sb_lightning {__version__}")
         return 0
     if command in TRAINER_COMMANDS:
-        from sb_lightning.cli.train import run
-
-        return run(arguments)
+        return _run_trainer(arguments)
     if command == "doctor":
         from sb_lightning.cli.doctor import run as run_doctor
 
         return run_doctor(rest)
     print(_unknown(command), file=sys.stderr)
     return 2
+
+
+def _run_trainer(arguments: list[str]) -> int:
+    from sb_lightning.cli.launch import follow_rank_zero
+
+    # Before the seconds that torch takes to import, in which Ctrl-C would end a launched rank.
+    follow_rank_zero()
+    try:
+        from sb_lightning.cli.train import run
+    except KeyboardInterrupt:
+        print("sb: interrupted before the training began; nothing was saved.", file=sys.stderr)
+        return 130
+    return run(arguments)
 
 
 def _usage() -> str:

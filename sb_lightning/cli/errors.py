@@ -43,4 +43,12 @@ def _known(error: Exception) -> Exception:
                 "run `wandb login`, or set trainer.logger.init_args.offline to true",
             )
         )
+    if isinstance(error, OSError) and error.errno is not None and FIX not in str(error):
+        return OSError(
+            explain(
+                str(error),
+                "the file system refused it",
+                "free space there or grant the right, or move trainer.default_root_dir or data.cache_dir",
+            )
+        )
     return error

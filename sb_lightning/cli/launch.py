@@ -1,4 +1,7 @@
-"""The process of one rank: its threads, and what keeps it from outliving rank zero."""
+"""The process of one rank: its threads, and what keeps it from outliving rank zero.
+
+Imports neither torch nor Lightning at its top: a rank must leave Ctrl-C to rank zero from its first moment.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,6 @@ import ctypes
 import os
 import signal
 import threading
-
-import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 from sb_lightning._messages import explain
 
@@ -74,6 +74,9 @@ def set_threads(threads: int | None) -> None:
     """
     if threads is None:
         return
+    import torch
+    from lightning.pytorch.utilities import rank_zero_warn
+
     if threads < 1:
         raise ValueError(
             explain(

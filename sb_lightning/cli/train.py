@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from sb_lightning._messages import explain
 from sb_lightning.callbacks import LastCheckpoint, ModelLine, PredictionWriter, RunSummary, TrainingProgress
@@ -107,9 +109,13 @@ class TrainingCLI(LightningCLI):
             self.config = parser.parse_object(args)
 
     def _parse_ckpt_path(self) -> None:
-        # Lightning lets the checkpoint's hyperparameters win over the user's. That saves typing where a model
-        # is only run; in `fit` it would silently undo what the user has just changed.
-        if self.config.get("subcommand") != "fit":
+        # Lightning lets the checkpoint's hyperparameters win over the user's, silently: a flag that compares
+        # budgets on one checkpoint would do nothing. Here they are used where nothing is said of the model.
+        command = self.config.get("subcommand")
+        if command in (None, "fit"):
+            return
+        untouched = self._subcommand_parsers[command].get_defaults().get("model")
+        if self.config[command].get("model") == untouched:
             super()._parse_ckpt_path()
 
     def before_instantiate_classes(self) -> None:
@@ -119,7 +125,17 @@ class TrainingCLI(LightningCLI):
         trainer = config["trainer"]
         set_threads(config["threads_per_rank"])
         _check_checkpoint(config.get("ckpt_path"))
-        if trainer["logger"] in (None, True):
+        if trainer["val_check_interval"] == 0:
+            raise ValueError(
+                explain(
+                    "trainer.val_check_interval is 0",
+                    "it counts the micro-batches between two validations",
+                    "set it to 1 or more, or trainer.limit_val_batches to 0 for no validation",
+                )
+            )
+        if trainer["limit_train_batches"] in (0, 0.0) and self.subcommand == "fit":
+            rank_zero_warn("trainer.limit_train_batches is 0: nothing will be trained.")
+        if trainer["logger"] in (None, True) and not trainer["barebones"]:
             # Not Lightning's choice, which depends on what is installed.
             trainer["logger"] = csv_logger(trainer["default_root_dir"])
         check_loggers(trainer["logger"])
@@ -156,7 +172,38 @@ class TrainingCLI(LightningCLI):
                 add(LastCheckpoint, LastCheckpoint)
         if self.subcommand == "predict" and not config["barebones"]:
             add(PredictionWriter, PredictionWriter)
-        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        try:
+            return super().instantiate_trainer(callbacks=callbacks, plugins=_plugins(config), **kwargs)
+        except (ValueError, TypeError, RuntimeError, ImportError) as error:
+            raise ValueError(
+                explain(
+                    "the Trainer cannot be made of these settings",
+                    f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip("."),
+                    "change the trainer.* key that this is about",
+                )
+            ) from error
+
+    def _set_seed(self) -> None:
+        try:
+            super()._set_seed()
+        except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+            seed = self._get(self.config, "seed_everything")
+            raise ValueError(
+                explain(f"seed_everything is {seed}", str(error), "pass a number from 0 to 4294967295")
+            ) from error
+
+
+def _plugins(config: Any) -> list[Any] | None:
+    """Add our way of writing checkpoints where one rank writes whole files and no other way is named."""
+    from sb_lightning.training.checkpoint_io import AtomicCheckpointIO
+
+    given = config["plugins"] or []
+    plugins = list(given) if isinstance(given, (list, tuple)) else [given]
+    strategy = config["strategy"]
+    writes_whole_files = isinstance(strategy, str) and strategy.startswith(("auto", "ddp", "single"))
+    if writes_whole_files and not any(isinstance(plugin, CheckpointIO) for plugin in plugins):
+        plugins.append(AtomicCheckpointIO())
+    return plugins or None
 
 
 def _check_checkpoint(path: Any) -> None:
@@ -192,6 +239,9 @@ def run(
 
             model_class, datamodule_class = model_class or CausalLMModule, datamodule_class or TextDataModule
         TrainingCLI(model_class, datamodule_class, args=list(arguments))
+    except SIGTERMException:
+        print("sb: ended by SIGTERM; the last checkpoint is the one to resume from.", file=sys.stderr)
+        return 143
     except SystemExit as stop:
         # --help, --print_config, a wrong option, and Lightning's end after Ctrl-C.
         if isinstance(stop.code, str):

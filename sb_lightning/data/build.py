@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -19,7 +21,15 @@ from safetensors.numpy import save_file
 
 from sb_lightning._messages import explain
 from sb_lightning.data.corpus import Corpus, Document
-from sb_lightning.data.index import FORMAT, MIN_TOKENS, Overlong, TokenIndex, file_checksum, find_index
+from sb_lightning.data.index import (
+    FORMAT,
+    MIN_TOKENS,
+    Overlong,
+    TokenIndex,
+    file_checksum,
+    find_index,
+    report_checksum,
+)
 from sb_lightning.data.progress import BuildProgress
 from sb_lightning.data.token_file import TokenFileWriter
 from sb_lightning.data.tokenizer import TextTokenizer
@@ -144,6 +154,7 @@ def _write_index(
     report["files"] = {
         p.name: [p.stat().st_size, file_checksum(p)] for p in sorted(folder.glob("*.safetensors"))
     }
+    report["checksum"] = report_checksum(report)
     (folder / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
@@ -190,17 +201,22 @@ def _report(
 
 def _publish(building: Path, folder: Path) -> None:
     for _ in range(3):
-        try:
-            building.rename(folder)
-            return
-        except OSError:
-            if find_index(folder, warn=False) is not None:
+        with _alone(folder.parent):
+            try:
+                building.rename(folder)
                 return
-            # A damaged index is in the way: move it aside in one step, so that nobody reads half of it.
-            aside = building.with_name(f"{building.name}-damaged")
-            if folder.exists():
-                folder.rename(aside)
-                shutil.rmtree(aside, ignore_errors=True)
+            except OSError:
+                if find_index(folder, thorough=True, warn=False) is not None:
+                    # Another process was faster.
+                    return
+                # A damaged index is in the way: move it aside in one step, so that nobody reads half of it.
+                aside = building.with_name(f"{building.name}-damaged")
+                if folder.exists():
+                    folder.rename(aside)
+                    if aside.is_dir():
+                        shutil.rmtree(aside, ignore_errors=True)
+                    else:
+                        aside.unlink()
     raise RuntimeError(
         explain(
             f"{folder} cannot be written",
@@ -208,6 +224,19 @@ def _publish(building: Path, folder: Path) -> None:
             "set data.cache_dir to another folder",
         )
     )
+
+
+@contextlib.contextmanager
+def _alone(cache: Path) -> Iterator[None]:
+    """Keep other processes of this machine from replacing what this one has just published."""
+    handle = os.open(cache, os.O_RDONLY)
+    try:
+        # Some network file systems cannot lock; the renames are atomic all the same.
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _remove_abandoned(cache: Path) -> None:

@@ -64,6 +64,15 @@ class Corpus:
                     "pass 'raise' or 'skip'",
                 )
             )
+        if not self.source.strip():
+            raise ValueError(
+                explain(
+                    f"data.source is {self.source!r}",
+                    "it would be the current folder, whatever that is",
+                    "set data.source to a folder of text files ('.' is this one), a .jsonl or .parquet file, "
+                    "or 'stdlib'",
+                )
+            )
         path = Path(self.source)
         if not self.is_stdlib and not path.is_dir() and not (path.is_file() and self._kind(path)):
             found = "is neither a folder nor a .jsonl or .parquet file" if path.exists() else "does not exist"
@@ -143,16 +152,17 @@ class Corpus:
         try:
             raw = path.read_bytes()
         except OSError as error:
-            self._reject(skipped, "unreadable file", f"{path}", str(error))
+            self._reject(skipped, "unreadable file", _printable(path), str(error))
             return
-        text = self._decode(raw.removeprefix(codecs.BOM_UTF8), str(path), skipped)
-        if text is not None and self._usable(text, str(path), skipped):
-            yield Document(name, text, len(raw))
+        where = _printable(path)
+        text = self._decode(raw.removeprefix(codecs.BOM_UTF8), where, skipped)
+        if text is not None and self._usable(text, where, skipped):
+            yield Document(_printable(name), text, len(raw))
 
     def _json_lines(self, path: Path, skipped: Counter[str]) -> Iterator[Document]:
         with path.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
-                where = f"{path}, line {number}"
+                where = f"{_printable(path)}, line {number}"
                 line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
                 if not line.strip():
                     continue
@@ -163,6 +173,10 @@ class Corpus:
                     record = json.loads(decoded)
                 except (json.JSONDecodeError, RecursionError) as error:
                     self._reject(skipped, "broken JSON", where, f"it is not valid JSON ({error})")
+                    continue
+                except ValueError as error:
+                    # A number of thousands of digits.
+                    self._reject(skipped, "broken JSON", where, f"it cannot be read ({error})")
                     continue
                 if not isinstance(record, dict):
                     self._reject(
@@ -178,7 +192,7 @@ class Corpus:
                         "set data.text_field to the field that holds the text, or ",
                     )
                 elif self._usable(record[self.text_field], where, skipped):
-                    yield Document(f"{path.name}:{number}", record[self.text_field], len(raw))
+                    yield Document(f"{_printable(path.name)}:{number}", record[self.text_field], len(raw))
 
     def _parquet_rows(self, path: Path, skipped: Counter[str]) -> Iterator[Document]:
         try:
@@ -203,16 +217,41 @@ class Corpus:
                         "set data.text_field to the column that holds the text",
                     )
                 )
-            row = 0
-            for batch in table.iter_batches(batch_size=256, columns=[self.text_field]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    if self._usable(value, f"{path}, row {row}", skipped):
-                        yield Document(f"{path.name}:{row}", value, len(value))
-        except ArrowException as error:
+        except (ArrowException, OSError) as error:
             raise ValueError(
-                explain(f"{path} is no readable Parquet file", str(error), "write the file again")
+                explain(
+                    f"{_printable(path)} is no readable Parquet file",
+                    str(error).rstrip("."),
+                    "write the file again",
+                )
             ) from error
+        row = 0
+        for group in range(table.num_row_groups):
+            last = row + table.metadata.row_group(group).num_rows
+            batches = table.iter_batches(batch_size=256, row_groups=[group], columns=[self.text_field])
+            try:
+                for batch in batches:
+                    for scalar in batch.column(0):
+                        row += 1
+                        yield from self._parquet_value(scalar, path, row, skipped)
+            except (ArrowException, OSError) as error:
+                raise ValueError(
+                    explain(
+                        f"{_printable(path)} is damaged within rows {row + 1} to {last}",
+                        str(error).rstrip("."),
+                        "write the file again; data.on_error='skip' leaves out single rows only",
+                    )
+                ) from error
+
+    def _parquet_value(self, scalar: Any, path: Path, row: int, skipped: Counter[str]) -> Iterator[Document]:
+        where = f"{_printable(path)}, row {row}"
+        try:
+            value = scalar.as_py()
+        except UnicodeDecodeError as error:
+            self._reject(skipped, "not UTF-8", where, f"it is not UTF-8 (byte {error.start}: {error.reason})")
+            return
+        if self._usable(value, where, skipped):
+            yield Document(f"{_printable(path.name)}:{row}", value, len(value))
 
     def _decode(self, raw: bytes, where: str, skipped: Counter[str]) -> str | None:
         try:
@@ -250,3 +289,8 @@ class Corpus:
 def _entry(name: str, path: Path) -> tuple[str, int, int]:
     stat = path.stat()
     return name, stat.st_size, stat.st_mtime_ns
+
+
+def _printable(name: str | Path) -> str:
+    """Return a file's name as UTF-8 can hold it: bytes of another encoding are spelt out."""
+    return str(name).encode("utf-8", errors="backslashreplace").decode("utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,7 @@ from sb_lightning.data.index import (
     index_name,
 )
 from sb_lightning.data.position import AlignCheckpoint, TrainingPosition
+from sb_lightning.data.settings import check_evaluated_settings, check_settings
 from sb_lightning.data.tokenizer import TextTokenizer, check_spec, load_tokenizer
 from sb_lightning.data.trainer import check_trainer, data_parallel, max_batches, sync_data_check
 
@@ -92,18 +94,9 @@ class TextDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters(logger=False)
-        if not 0 <= validation_share < 1:
-            raise ValueError(
-                explain(
-                    f"data.validation_share is {validation_share}",
-                    "it is the share of the documents that is kept from training",
-                    "pass a number from 0 to below 1, such as 0.02",
-                )
-            )
-        if num_workers < 0:
-            raise ValueError(
-                explain(f"data.num_workers is {num_workers}", "it counts processes", "pass a number >= 0")
-            )
+        check_settings(
+            cache_dir=cache_dir, seed=seed, validation_share=validation_share, num_workers=num_workers
+        )
         check_lengths(max_length, overlong)
         check_spec(tokenizer)
         self.tokenizer_spec = tokenizer
@@ -154,7 +147,7 @@ class TextDataModule(LightningDataModule):
                 "validation_share": f"{self.validation_share}",
             }
             sync_data_check(self.trainer, data)
-            self._position = TrainingPosition(self.trainer, data)
+            self._position = TrainingPosition(self.trainer, data, self._settings())
             callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
             if not any(isinstance(callback, AlignCheckpoint) for callback in callbacks):
                 callbacks.append(AlignCheckpoint(type(self).__qualname__))
@@ -198,6 +191,8 @@ class TextDataModule(LightningDataModule):
         """
         data = self._evaluation_split()
         if data is None:
+            # `setup` has said so, or it was asked for.
+            warnings.filterwarnings("ignore", "Total length of `list` across ranks is zero")
             return []
         ranks, rank = data_parallel(self.trainer)
         sampler = EvaluationBatchSampler(
@@ -227,8 +222,15 @@ class TextDataModule(LightningDataModule):
         return {} if self._position is None else self._position.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a saved position; only ``fit`` does so."""
-        if self._position is not None:
+        """Continue at a saved position in ``fit``; otherwise compare the settings with the checkpoint's.
+
+        Raises:
+            ValueError: A model is evaluated with another tokenizer than it was trained with.
+        """
+        if self.trainer is not None and self.trainer.state.fn != TrainerFn.FITTING:
+            if "settings" in state_dict:
+                check_evaluated_settings(state_dict["settings"], self._settings())
+        elif self._position is not None:
             self._position.load_state_dict(state_dict)
 
     def _open(self) -> None:
@@ -279,6 +281,21 @@ class TextDataModule(LightningDataModule):
                 )
             )
         return self.val_dataset
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what the sequences depend on, as a checkpoint keeps it."""
+        assert self.tokenizer is not None, "setup comes first"
+        return {
+            "source": self.corpus.source,
+            "text_field": self.corpus.text_field,
+            "file_pattern": self.corpus.file_pattern,
+            "on_error": self.corpus.on_error,
+            "tokenizer": self.tokenizer_spec,
+            "tokenizer_content": self.tokenizer.fingerprint,
+            "max_length": self.max_length,
+            "overlong": self.overlong,
+            "validation_share": self.validation_share,
+        }
 
     def _plan_options(self) -> dict[str, Any]:
         return {

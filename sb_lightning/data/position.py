@@ -25,6 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from sb_lightning._messages import explain
 from sb_lightning.balance import BalancedDataLoader, SparsityAwareBatchSampler
 from sb_lightning.balance.loader import STATE_VERSION, check_same_order
+from sb_lightning.data.settings import describe_differences
 
 __all__ = ["AlignCheckpoint", "TrainingPosition", "rewind_loops", "window_start"]
 
@@ -35,11 +36,15 @@ class TrainingPosition:
     Args:
         trainer: The Trainer whose loops draw from the loader.
         order: What the order of sequences depends on beyond the sampler's arguments: which data.
+        settings: The data module's settings, saved along: they explain why the data are others.
     """
 
-    def __init__(self, trainer: Trainer, order: dict[str, str]) -> None:
+    def __init__(
+        self, trainer: Trainer, order: dict[str, str], settings: dict[str, Any] | None = None
+    ) -> None:
         self._trainer = trainer
         self._order = order
+        self._settings = settings or {}
         self._sampler: SparsityAwareBatchSampler | None = None
         self._restored: dict[str, Any] | None = None
         self._begun_epoch: int | None = None
@@ -57,7 +62,9 @@ class TrainingPosition:
         try:
             check_same_order(self._restored, self._fingerprint(sampler))
         except ValueError as error:
-            raise MisconfigurationException(str(error)) from error
+            different = describe_differences(self._restored.get("settings", {}), self._settings)
+            why = f" In the settings: {', '.join(different)}." if different else ""
+            raise MisconfigurationException(f"{error}{why}") from error
 
     def begin(self, sampler: SparsityAwareBatchSampler) -> int:
         """Return the micro-batch at which an iteration over the sampler begins; called when it really begins.
@@ -99,6 +106,7 @@ class TrainingPosition:
             "epoch": self._sampler.epoch,
             "micro_batch": int(progress.processed) if has_begun else 0,
             **self._fingerprint(self._sampler),
+            "settings": dict(self._settings),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

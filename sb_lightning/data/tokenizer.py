@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
 
 from sb_lightning._messages import explain
 from sb_lightning.data.corpus import Corpus
+from sb_lightning.data.digest import digest
+from sb_lightning.data.pretrained import PretrainedTokenizer
 from sb_lightning.data.progress import BuildProgress
 
 __all__ = ["BytePairTokenizer", "ByteTokenizer", "PretrainedTokenizer", "TextTokenizer", "load_tokenizer"]
@@ -37,6 +39,10 @@ class TextTokenizer(Protocol):
     eos_id: int | None
     pad_id: int | None
 
+    @property
+    def fingerprint(self) -> str:
+        """Short name of the content: equal for tokenizers that give the same token ids."""
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each text, without special tokens."""
 
@@ -56,6 +62,7 @@ class ByteTokenizer:
     vocab_size = 258
     eos_id: int | None = 256
     pad_id: int | None = 257
+    fingerprint = "bytes"
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the bytes of each text."""
@@ -76,12 +83,18 @@ class BytePairTokenizer:
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer
 
-        self._tokenizer = Tokenizer.from_file(str(path))
+        text = path.read_text(encoding="utf-8")
+        self._tokenizer = Tokenizer.from_str(text)
         # A document that spells a special token must not end itself.
         self._tokenizer.encode_special_tokens = True
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self.eos_id: int | None = self._tokenizer.token_to_id(END_OF_TEXT)
         self.pad_id: int | None = self._tokenizer.token_to_id(PADDING)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Short name of the vocabulary; its order is that of the merges."""
+        return digest({"vocabulary": self._tokenizer.get_vocab()})
 
     @staticmethod
     def train(corpus: Corpus, size: int, path: Path) -> None:
@@ -123,58 +136,11 @@ class BytePairTokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-class PretrainedTokenizer:
-    """A tokenizer that ``transformers.AutoTokenizer`` finds in a local folder or on the hub.
-
-    Args:
-        name: Folder or hub name.
-    """
-
-    def __init__(self, name: str) -> None:
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise RuntimeError(
-                explain(
-                    f"data.tokenizer is {name!r} and transformers cannot be imported",
-                    str(error),
-                    "run `pip install transformers`, or set data.tokenizer to 'bytes' or 'train:SIZE'",
-                )
-            ) from error
-        try:
-            self.inner: Any = AutoTokenizer.from_pretrained(name)
-        except Exception as error:
-            local = Path(name).exists()
-            raise ValueError(
-                explain(
-                    f"data.tokenizer is {name!r}",
-                    f"no tokenizer can be loaded from that {'folder' if local else 'name'} "
-                    f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'})",
-                    "set data.tokenizer to 'bytes', 'train:SIZE' (such as train:2048), a folder that holds a "
-                    "tokenizer, or a hub name that this machine can reach",
-                )
-            ) from error
-        self.vocab_size: int = len(self.inner)
-        self.eos_id: int | None = self.inner.eos_token_id
-        self.pad_id: int | None = self.inner.pad_token_id
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text, without special tokens."""
-        encoded = self.inner(
-            list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        return [list(ids) for ids in encoded["input_ids"]]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
-        return str(self.inner.decode(list(ids), skip_special_tokens=True))
-
-
 def check_spec(spec: str) -> None:
     """Refuse a ``data.tokenizer`` that can name nothing.
 
     Raises:
-        ValueError: SIZE of ``train:SIZE`` is no number, or too small.
+        ValueError: SIZE of ``train:SIZE`` is no number, or too small; a path that is not there.
     """
     if not spec:
         raise ValueError(
@@ -182,6 +148,21 @@ def check_spec(spec: str) -> None:
                 "data.tokenizer is empty",
                 "text has to become token ids somehow",
                 "pass 'bytes', 'train:SIZE' (such as 'train:2048'), or a folder or hub name",
+            )
+        )
+    plain = spec.strip().lower()
+    if plain != spec and (plain == "bytes" or plain.startswith("train:")):
+        raise ValueError(
+            explain(f"data.tokenizer is {spec!r}", f"there is {plain!r}, spelt so", f"pass {plain!r}")
+        )
+    looks_like_path = spec.startswith(("/", ".", "~")) or "\\" in spec or spec.count("/") > 1
+    if looks_like_path and not Path(spec).expanduser().exists():
+        raise ValueError(
+            explain(
+                f"data.tokenizer is {spec!r}",
+                "there is no such folder",
+                "pass a folder that holds a tokenizer, a hub name, 'bytes' or 'train:SIZE' (such as "
+                "'train:2048')",
             )
         )
     kind, _, size = spec.partition(":")
@@ -212,10 +193,9 @@ def load_tokenizer(spec: str, corpus: Corpus, cache_dir: Path) -> tuple[TextToke
     if spec.startswith("train:"):
         size = int(spec.removeprefix("train:"))
         stamp = {"kind": "train", "size": size, "corpus": corpus.stamp(), "training_bytes": TRAINING_BYTES}
-        path = cache_dir / "tokenizers" / f"{digest(stamp)}.json"
-        if not _is_tokenizer(path):
-            BytePairTokenizer.train(corpus, size, path)
-        return BytePairTokenizer(path), stamp
+        tokenizer = _trained_tokenizer(corpus, size, cache_dir / "tokenizers", digest(stamp))
+        return tokenizer, {**stamp, "content": tokenizer.fingerprint}
+    spec = os.path.expanduser(spec)
     folder = Path(spec)
     files = sorted(p for p in folder.iterdir() if p.is_file()) if folder.is_dir() else []
     stamp = {
@@ -226,19 +206,28 @@ def load_tokenizer(spec: str, corpus: Corpus, cache_dir: Path) -> tuple[TextToke
     return PretrainedTokenizer(spec), stamp
 
 
-def digest(stamp: dict[str, Any]) -> str:
-    """Return a short name for a stamp, the same on every machine."""
-    return blake2b(json.dumps(stamp, sort_keys=True).encode(), digest_size=12).hexdigest()
-
-
-def _is_tokenizer(path: Path) -> bool:
-    if not path.is_file():
-        return False
+def _trained_tokenizer(corpus: Corpus, size: int, folder: Path, name: str) -> BytePairTokenizer:
+    """Return the cached tokenizer, or train it; the checksum of the content is part of the file's name."""
+    for path in sorted(folder.glob(f"{name}-*.json")):
+        try:
+            if path.name == f"{name}-{_checksum(path)}.json":
+                return BytePairTokenizer(path)
+        except Exception:
+            # Of whatever kind: what cannot be read is damaged.
+            pass
+        path.unlink(missing_ok=True)
+    fresh = folder / f".{name}.{os.getpid()}.json"
     try:
-        BytePairTokenizer(path)
-    except Exception:
-        return False
-    return True
+        BytePairTokenizer.train(corpus, size, fresh)
+        tokenizer = BytePairTokenizer(fresh)
+        fresh.replace(folder / f"{name}-{_checksum(fresh)}.json")
+    finally:
+        fresh.unlink(missing_ok=True)
+    return tokenizer
+
+
+def _checksum(path: Path) -> str:
+    return blake2b(path.read_bytes(), digest_size=8).hexdigest()
 
 
 def _training_texts(corpus: Corpus, size: int) -> Iterator[str]:

@@ -320,3 +320,98 @@ def test_a_launched_rank_leaves_ctrl_c_to_rank_zero(monkeypatch):
     monkeypatch.setenv(launch.LAUNCHER, str(os.getppid()))
     assert launch.follow_rank_zero()
     assert calls == [(launch.signal.SIGINT, launch.signal.SIG_IGN)]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--trainer.strategy=fsdp"], "the Trainer cannot be made of these settings"),
+        (["--trainer.devices=-1"], "the Trainer cannot be made of these settings"),
+        (["--trainer.accelerator=tpu"], "the Trainer cannot be made of these settings"),
+        (["--trainer.val_check_interval=0"], "trainer.val_check_interval is 0"),
+        (["--seed_everything=-1"], "seed_everything is -1"),
+    ],
+)
+def test_settings_that_lightning_refuses_end_in_one_message(options, reason, capsys):
+    assert tiny("fit", *QUIET, *options) == 1
+    errors = capsys.readouterr().err
+    assert f"sb: error: {reason}" in errors
+    assert "To fix it" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_full_disk_ends_in_one_message(monkeypatch, capsys):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device", "/full/disk")
+
+    monkeypatch.setattr("sb_lightning.cli.train.TrainingCLI", full)
+    assert tiny("fit") == 1
+    errors = capsys.readouterr().err
+    assert "No space left on device: '/full/disk'" in errors
+    assert "Traceback" not in errors
+
+
+def test_no_batches_at_all_are_told(monkeypatch):
+    built = trainers(monkeypatch)
+    with pytest.warns(UserWarning, match="nothing will be trained"):
+        assert tiny("fit", *QUIET, "--trainer.limit_train_batches=0") == 0
+    assert built
+
+
+def test_barebones_runs(monkeypatch):
+    built = trainers(monkeypatch)
+    assert tiny("fit", *QUIET, "--trainer.barebones=true") == 0
+    assert not built[0][0].loggers
+
+
+def test_checkpoints_are_written_atomically_unless_the_user_has_another_way(monkeypatch):
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+    from sb_lightning.training import AtomicCheckpointIO
+
+    built = trainers(monkeypatch)
+    assert tiny("fit", *QUIET) == 0
+    other = "lightning.pytorch.plugins.io.AsyncCheckpointIO"
+    assert tiny("fit", *QUIET, f"--trainer.plugins={other}") == 0
+    ways = [trainer.strategy.checkpoint_io for trainer, _ in built]
+    assert isinstance(ways[0], AtomicCheckpointIO)
+    assert isinstance(ways[1], AsyncCheckpointIO)
+    assert not isinstance(ways[1], AtomicCheckpointIO)
+
+
+def test_sigterm_ends_with_its_own_code(monkeypatch, capsys):
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+    def ended(*args, **kwargs):
+        raise SIGTERMException
+
+    monkeypatch.setattr("sb_lightning.cli.train.TrainingCLI", ended)
+    assert tiny("fit") == 143
+    assert "SIGTERM" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_importing_ends_with_130(monkeypatch, capsys):
+    import builtins
+
+    from sb_lightning.cli import main
+
+    real = builtins.__import__
+
+    def interrupted(name, *args, **kwargs):
+        if name == "sb_lightning.cli.train":
+            raise KeyboardInterrupt
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    assert main(["fit"]) == 130
+    assert "nothing was saved" in capsys.readouterr().err
+
+
+def test_what_the_user_says_of_the_model_wins_over_the_checkpoint(monkeypatch, tmp_path):
+    checkpoint = tmp_path / "model.ckpt"
+    saved = {"learning_rate": 0.125, "_instantiator": "lightning.pytorch.cli.instantiate_module"}
+    torch.save({"state_dict": {}, "hyper_parameters": saved}, checkpoint)
+    built = trainers(monkeypatch)
+    assert tiny("validate", *QUIET, f"--ckpt_path={checkpoint}") == 0
+    assert tiny("validate", *QUIET, f"--ckpt_path={checkpoint}", "--model.learning_rate=0.5") == 0
+    assert [kwargs["model"].hparams["learning_rate"] for _, kwargs in built] == [0.125, 0.5]

@@ -78,6 +78,7 @@ def test_json_lines(tmp_path):
     [
         ('{"text": "cut', "broken JSON", "it is not valid JSON"),
         ("[" * 100_000, "broken JSON", "it is not valid JSON"),
+        ('{"text": "x", "n": ' + "9" * 5000 + "}", "broken JSON", "it cannot be read .*digits"),
         ('["text"]', "broken JSON", "it holds a list, not an object"),
         (
             '{"body": "x", "n": 1}',
@@ -91,7 +92,19 @@ def test_json_lines(tmp_path):
         ('{"text": "\\ud800"}', "not UTF-8", "half of a surrogate pair"),
         (b'{"text": "\xff"}\n', "not UTF-8", r"it is not UTF-8 \(byte 10"),
     ],
-    ids=["cut", "deep", "list", "other-fields", "no-fields", "null", "number", "empty", "surrogate", "latin"],
+    ids=[
+        "cut",
+        "deep",
+        "digits",
+        "list",
+        "other-fields",
+        "no-fields",
+        "null",
+        "number",
+        "empty",
+        "surrogate",
+        "latin",
+    ],
 )
 def test_bad_line(line, reason, names, tmp_path):
     path = write_lines(tmp_path / "d.jsonl", '{"text": "good"}', line, '{"text": "also"}')
@@ -125,6 +138,56 @@ def test_parquet(tmp_path):
     path.write_bytes(b"PAR1 nonsense PAR1")
     with pytest.raises(ValueError, match="no readable Parquet file"):
         read(path, on_error="skip")
+
+
+def test_parquet_row_that_is_not_utf8(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "d.parquet"
+    raw = pa.array([b"one", b"a\xffb", b"three"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
+    parquet.write_table(pa.table({"text": text}), path)
+    with pytest.raises(
+        ValueError, match=r"d\.parquet, row 2: it is not UTF-8 \(byte 1.*data\.on_error"
+    ) as info:
+        read(path)
+    assert type(info.value) is ValueError
+    documents = [("d.parquet:1", "one"), ("d.parquet:3", "three")]
+    assert read(path, on_error="skip") == (documents, {"not UTF-8": 1})
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_parquet_with_a_damaged_page(on_error, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "d.parquet"
+    options = {"row_group_size": 3, "use_dictionary": False, "compression": "zstd", "write_statistics": False}
+    parquet.write_table(pa.table({"text": [f"text {i} " * 40 for i in range(7)]}), path, **options)
+    column = parquet.ParquetFile(path).metadata.row_group(1).column(0)
+    raw = bytearray(path.read_bytes())
+    end = column.data_page_offset + column.total_compressed_size
+    raw[end - 40 : end] = bytes(40)
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"d\.parquet is damaged within rows 4 to 6: .*write the file again"):
+        read(path, on_error=on_error)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_file_name_that_is_not_utf8(on_error, tmp_path):
+    import os
+
+    for name, text in ((b"caf\xe9.txt", b"one"), (b"d\xff.jsonl", b'{"text": "two"}\n')):
+        try:
+            with open(os.path.join(os.fsencode(tmp_path), name), "wb") as file:
+                file.write(text)
+        except OSError:
+            pytest.skip("the file system takes no such name")
+    documents = read(tmp_path, on_error=on_error, file_pattern="*.txt")[0]
+    assert documents == [("caf\\udce9.txt", "one")]
+    source = os.fsdecode(os.path.join(os.fsencode(tmp_path), b"d\xff.jsonl"))
+    assert read(source, on_error=on_error)[0] == [("d\\udcff.jsonl:1", "two")]
 
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):

@@ -103,7 +103,9 @@ def test_state_is_plain_and_loads_with_weights_only(folder):
     fit(folder, save=True, max_epochs=1)
     state = torch.load(folder / "b-0-7.ckpt", weights_only=True)["TextDataModule"]
     assert {"version": 1, "epoch": 0, "micro_batch": 8, "accumulate": 3, "ranks": 1}.items() <= state.items()
+    settings = state.pop("settings")
     assert all(isinstance(value, (int, str)) for value in state.values())
+    assert all(isinstance(value, (int, float, str)) for value in settings.values())
 
 
 @pytest.mark.parametrize(

@@ -119,3 +119,57 @@ def test_pretrained_without_transformers(corpus, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(RuntimeError, match="pip install transformers"):
         load_tokenizer("some/name", corpus, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "names"),
+    [
+        ("BYTES", "pass 'bytes'"),
+        ("bytes ", "pass 'bytes'"),
+        ("Train:300", "pass 'train:300'"),
+        ("/no/such", "there is no such folder"),
+        ("./no", "there is no such folder"),
+        ("~/no-such-tokenizer", "there is no such folder"),
+        ("a\\b", "there is no such folder"),
+        ("a/b/c", "there is no such folder"),
+    ],
+)
+def test_misspelt_spec(spec, names):
+    with pytest.raises(ValueError, match=rf"data\.tokenizer is .*{names}"):
+        check_spec(spec)
+
+
+def test_hub_names_pass():
+    for spec in ("gpt2", "nobody/nothing"):
+        check_spec(spec)
+
+
+def test_unreachable_hub_is_asked_once(corpus, tmp_path, monkeypatch):
+    """transformers would retry for most of a minute before it says so."""
+    import transformers
+    from huggingface_hub import HfApi
+
+    calls = []
+
+    def from_pretrained(name, **options):
+        calls.append(options)
+        raise OSError("not cached")
+
+    def model_info(self, name, **options):
+        calls.append(options)
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    with pytest.raises(
+        ValueError, match=r"ConnectionError: no network.*a hub name that this machine can reach"
+    ):
+        load_tokenizer("nobody/nothing", corpus, tmp_path)
+    assert calls == [{"local_files_only": True}, {"timeout": 10.0}]
+
+
+def test_fingerprint_is_of_the_content(corpus, trained, tmp_path):
+    again = load_tokenizer("train:300", corpus, tmp_path)[0]
+    other = load_tokenizer("train:299", corpus, tmp_path)[0]
+    assert again.fingerprint == trained.fingerprint
+    assert len({other.fingerprint, trained.fingerprint, ByteTokenizer().fingerprint}) == 3
