@@ -86,6 +86,9 @@ Tensor Empty(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarTyp
       like, torch::headeronly::IntHeaderOnlyArrayRef(sizes.begin(), sizes.size()), type);
 }
 
+constexpr int64_t kMaxBlockSize = (int64_t{1} << 31) - 16;
+constexpr int64_t kMaxBudget = 32767;
+
 // Keeps the integer tensors alive that the problem points to.
 struct Packed {
   Packed(const Tensor& cu, const Tensor& k, int64_t tokens, int64_t query_heads, int64_t kv_heads,
@@ -95,9 +98,9 @@ struct Packed {
     if (cu_seqlens.dim() != 1 || cu_seqlens.numel() < 1)
       Refuse("cu_seqlens has shape " + Shape(cu), "it holds the sequence bounds",
              "pass [sequences + 1]");
-    if (block_size < 16 || block_size % 16 != 0)
-      Refuse("block_size is " + std::to_string(block_size), "the kernels work in steps of 16 keys",
-             "pass a positive multiple of 16");
+    if (block_size < 16 || block_size % 16 != 0 || block_size > kMaxBlockSize)
+      Refuse("block_size is " + std::to_string(block_size),
+             "the kernels work in steps of 16 keys, below 2^31", "pass a positive multiple of 16");
     if (kv_heads < 1 || query_heads < 1 || query_heads % kv_heads != 0)
       Refuse(
           "q has " + std::to_string(query_heads) + " heads and k has " + std::to_string(kv_heads),
@@ -106,6 +109,10 @@ struct Packed {
     if (max_budget < 1)
       Refuse("max_budget is " + std::to_string(max_budget), "every budget is at least 1",
              "pass max_budget >= 1");
+    if (max_budget > kMaxBudget)
+      Refuse("max_budget is " + std::to_string(max_budget),
+             "no sequence has more than 32767 blocks, and max_budget sizes the selection",
+             "pass at most the blocks of the longest sequence");
     problem.tokens = tokens;
     problem.query_heads = query_heads;
     problem.kv_heads = kv_heads;
@@ -146,8 +153,7 @@ Packed Pack(const Tensor& q, const Tensor& k, const Tensor& cu_seqlens, const Te
   return packed;
 }
 
-// The index as the kernels read it, checked so far that a wrong one cannot send them outside the
-// rows.
+// An index from outside, checked: the kernels read and write wherever it says.
 struct Lists {
   Lists(const Tensor& list_ptr, const Tensor& list_rows, const Problem& p)
       : bounds(Contiguous(list_ptr, ScalarType::Long, "list_ptr")),
@@ -160,6 +166,7 @@ struct Lists {
     if (!fine)
       Refuse("list_ptr is not ascending from 0 within list_rows", "it bounds the lists of rows",
              "pass what moba_index returns for the same arguments");
+    sb::CheckIndex(p, b, Data<int32_t>(rows));
   }
   Tensor bounds, rows;
 };

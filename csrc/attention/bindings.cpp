@@ -55,18 +55,16 @@ std::tuple<Tensor, Tensor> Index(const Tensor& selection, const Tensor& cu_seqle
 }
 
 std::tuple<Tensor, Tensor> RunForward(const Problem& p, const Tensor& q, const Tensor& k,
-                                      const Tensor& v, const Tensor& list_ptr,
-                                      const Tensor& list_rows) {
+                                      const Tensor& v, const int64_t* lists, const int32_t* rows) {
   CheckShape(v, "v", {k.size(0), k.size(1), k.size(2)});
   if (v.scalar_type() != q.scalar_type())
     Refuse("q and v differ in dtype", "the kernels take one dtype",
            "convert q, k and v to the same dtype");
-  const Lists lists(list_ptr, list_rows, p);
   const Tensor out = Empty(q, {q.size(0), q.size(1), q.size(2)}, q.scalar_type());
   const Tensor lse = Empty(q, {q.size(1), q.size(0)}, ScalarType::Float);
   const Tensor qr = Readable(q), kr = Readable(k), vr = Readable(v);
-  sb::Forward(p, ViewOf(qr), ViewOf(kr), ViewOf(vr), Data<int64_t>(lists.bounds),
-              Data<int32_t>(lists.rows), out.data_ptr(), Mutable<float>(lse));
+  sb::Forward(p, ViewOf(qr), ViewOf(kr), ViewOf(vr), lists, rows, out.data_ptr(),
+              Mutable<float>(lse));
   return {out, lse};
 }
 
@@ -84,7 +82,9 @@ std::tuple<Tensor, Tensor> Forward(const Tensor& q, const Tensor& k, const Tenso
   CheckSelection(selection, q);
   Packed packed = Pack(q, k, cu_seqlens, budget, block_size, selection.size(2) + 1, max_seqlen);
   packed.problem.scale = static_cast<float>(scale);
-  return RunForward(packed.problem, q, k, v, list_ptr, list_rows);
+  const Lists lists(list_ptr, list_rows, packed.problem);
+  return RunForward(packed.problem, q, k, v, Data<int64_t>(lists.bounds),
+                    Data<int32_t>(lists.rows));
 }
 
 std::tuple<Tensor, Tensor, Tensor> Backward(
@@ -137,7 +137,7 @@ std::tuple<Tensor, Tensor, Tensor> Attention(const Tensor& q, const Tensor& k, c
       q, {sb::ListCapacity(p.tokens, p.sequences, p.kv_heads, block_size) + 1}, ScalarType::Long);
   const Tensor rows = Empty(q, {p.tokens * p.query_heads * (max_budget - 1)}, ScalarType::Int);
   sb::Index(p, Data<int16_t>(selection), Mutable<int64_t>(lists), Mutable<int32_t>(rows));
-  auto [out, lse] = RunForward(p, qr, kr, v, lists, rows);
+  auto [out, lse] = RunForward(p, qr, kr, v, Data<int64_t>(lists), Data<int32_t>(rows));
   return {out, lse, selection};
 }
 

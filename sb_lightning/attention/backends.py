@@ -43,7 +43,7 @@ def backends() -> list[Backend]:
             "threads": str(torch.get_num_threads()),
         }
     else:
-        reason = EXTENSION.refusal
+        reason = f"{EXTENSION.refusal}; {EXTENSION.remedy}"
         detail = {"path": str(EXTENSION.path)} if EXTENSION.path else {}
     return [
         Backend("cpu", EXTENSION.available, reason, detail),
@@ -83,7 +83,7 @@ def choose_backend(name: str | None, device: str) -> str:
             explain(
                 "backend 'cpu' was refused",
                 EXTENSION.refusal,
-                "rebuild the extension, or pass backend='reference' (plain torch, slow)",
+                f"{EXTENSION.remedy}; or pass backend='reference' (plain torch, slow)",
             )
         )
     return "cpu"

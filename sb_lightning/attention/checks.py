@@ -13,7 +13,10 @@ from sb_lightning._messages import explain
 __all__ = [
     "SUPPORTED_DTYPES",
     "SUPPORTED_HEAD_DIMS",
+    "autocast_runs",
+    "cast_as_autocast",
     "check_block_size",
+    "check_bound",
     "check_budget",
     "check_kernel_limits",
     "check_layout",
@@ -32,15 +35,57 @@ INT32_MAX = 2**31 - 1
 _HOW_BOUNDS = "pass cu_seqlens = cumulative sum of the sequence lengths, with 0 in front, as int32"
 
 
+def _check_integer(name: str, value: object, why: str, change: str) -> None:
+    """Refuse what is no integer; a tensor of one integer passes for one, as `operator.index` has it.
+
+    Raises:
+        TypeError: It is not.
+    """
+    whole = hasattr(type(value), "__index__") and not isinstance(value, bool)
+    if whole and not torch.compiler.is_compiling():
+        try:
+            operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            whole = False
+    if not whole:
+        shown = f" of {value.dtype}" if isinstance(value, Tensor) else ""
+        raise TypeError(explain(f"{name} is a {type(value).__name__}{shown}", why, change))
+
+
+def check_bound(name: str, bound: int | None) -> None:
+    """Refuse a `max_seqlen` or `max_budget` that is neither an integer nor None.
+
+    Raises:
+        TypeError: It is neither.
+
+    Example:
+        >>> check_bound("max_seqlen", 1024)
+    """
+    if bound is not None:
+        _check_integer(
+            name, bound, "it is a bound of whole numbers", f"pass {name} as an int, or leave it out"
+        )
+
+
 def check_block_size(block_size: int) -> None:
     """Refuse a block size that is not a positive multiple of 16.
 
     Raises:
-        ValueError: It is not.
+        TypeError: It is no integer.
+        ValueError: It is not such a multiple, or beyond 32 bits.
 
     Example:
         >>> check_block_size(64)
     """
+    _check_integer("block_size", block_size, "it counts keys", "pass an int, such as block_size=64")
+    if block_size > INT32_MAX:
+        raise ValueError(
+            explain(
+                f"block_size is {block_size}",
+                "no sequence is that long: token numbers have 32 bits",
+                "pass a block_size below 2^31, such as 64",
+            )
+        )
     if block_size < 16 or block_size % 16 != 0:
         raise ValueError(
             explain(
@@ -61,14 +106,12 @@ def check_budget(budget: int) -> None:
     Example:
         >>> check_budget(8)
     """
-    if isinstance(budget, bool) or not hasattr(type(budget), "__index__"):
-        raise TypeError(
-            explain(
-                f"budget is a {type(budget).__name__}",
-                "it counts blocks",
-                "pass an int, or an int32 tensor that broadcasts to [sequences, query heads]",
-            )
-        )
+    _check_integer(
+        "budget",
+        budget,
+        "it counts blocks",
+        "pass an int, or an int32 tensor that broadcasts to [sequences, query heads]",
+    )
     if budget < 1:
         raise ValueError(
             explain(
@@ -77,6 +120,30 @@ def check_budget(budget: int) -> None:
                 "pass budget >= 1 (1 attends the own block only)",
             )
         )
+
+
+def autocast_runs(device: str) -> bool:
+    """Return whether autocast is on for a device type; False for those that know no autocast."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def _dtype_in_kernel(x: Tensor) -> torch.dtype:
+    """Return the dtype the attention runs in: autocast's for what autocast casts, else the tensor's own."""
+    device = x.device.type
+    if x.is_floating_point() and x.dtype != torch.float64 and autocast_runs(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def cast_as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast to the dtype of autocast where it is on; like torch's own ops, not float64 and not integers.
+
+    Example:
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     cast_as_autocast(torch.zeros(2))[0].dtype
+        torch.bfloat16
+    """
+    return tuple(x.to(_dtype_in_kernel(x)) for x in tensors)
 
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor) -> None:
@@ -127,7 +194,16 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor) -> 
                     "make the last dimension of q, k and v equal",
                 )
             )
-        if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        if _dtype_in_kernel(x) != _dtype_in_kernel(q) and autocast_runs(q.device.type):
+            odd = next(n for n in ("q", "k", "v") if _dtype_in_kernel(named[n]) == named[n].dtype)
+            raise ValueError(
+                explain(
+                    f"{odd} is {named[odd].dtype}",
+                    "that dtype is not supported under torch.autocast, which leaves it as it is",
+                    f"convert {odd} to float32, bfloat16 or float16",
+                )
+            )
+        if _dtype_in_kernel(x) != _dtype_in_kernel(q):
             raise ValueError(
                 explain(
                     f"{name} is {x.dtype} and q is {q.dtype}",
@@ -175,7 +251,7 @@ def check_kernel_limits(q: Tensor) -> None:
                 "choose one of those, or pass backend='reference' (plain torch, slow)",
             )
         )
-    if q.dtype not in SUPPORTED_DTYPES and not torch.is_autocast_enabled(q.device.type):
+    if _dtype_in_kernel(q) not in SUPPORTED_DTYPES:
         raise ValueError(
             explain(
                 f"q is {q.dtype}",
@@ -186,7 +262,7 @@ def check_kernel_limits(q: Tensor) -> None:
 
 
 def expand_budget(budget: int | Tensor, num_sequences: int, num_heads: int, device: torch.device) -> Tensor:
-    """Return the budget as int32 # [N, Hq].
+    """Return the budget as int32 # [N, Hq], a copy: the backward reads it, whatever became of the caller's.
 
     Raises:
         TypeError: It is neither an int nor a tensor.
@@ -216,7 +292,7 @@ def expand_budget(budget: int | Tensor, num_sequences: int, num_heads: int, devi
                 change,
             )
         )
-    return budget.expand(wanted).contiguous()
+    return budget.expand(wanted).clone(memory_format=torch.contiguous_format)
 
 
 def check_values(

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 from torch import Tensor
 
 from sb_lightning._messages import explain
-from sb_lightning.attention import (
-    ops as _ops,  # noqa: F401  (registers what torch needs to know of the ops)
-)
-from sb_lightning.attention import reference
+from sb_lightning.attention import ops, reference
 from sb_lightning.attention.backends import choose_backend
 from sb_lightning.attention.checks import (
+    cast_as_autocast,
     check_block_size,
+    check_bound,
     check_kernel_limits,
     check_layout,
     check_values,
@@ -43,8 +43,13 @@ def moba_attention(
 
     A query attends its own block causally and, of the earlier blocks of its sequence, the
     `budget - 1` whose mean key has the highest dot product with it, under one softmax. The selection
-    has no gradient. The budget is data: another one never compiles anything anew. Threads are those of
-    `torch.set_num_threads`; a forked child runs on one, since OpenMP does not survive a fork.
+    has no gradient. The budget is data: another one never compiles anything anew, and it is copied, so
+    that its tensor may be overwritten at once. Threads are those of `torch.set_num_threads`; a forked
+    child runs on one, since OpenMP does not survive a fork.
+
+    Gradients are first derivatives in reverse mode, `torch.func.grad` and `jacrev` included; forward
+    mode (`jvp`) raises. NaN or infinity in `v` reaches the rows that attend its key; the kernels, which
+    read the own block in tiles, may also show it in other rows of that key's own block.
 
     Args:
         q: # [T, Hq, D], fp32, bf16 or fp16, D one of 32, 64, 128; token and head strides are free,
@@ -57,7 +62,8 @@ def moba_attention(
         block_size: Keys per block, a multiple of 16.
         max_seqlen: Bound of the lengths. Read from `cu_seqlens` if None, except under
             `torch.compile`, which must not wait for data.
-        max_budget: Bound of the budgets, likewise; it sizes the selection.
+        max_budget: Bound of the budgets, likewise; it sizes the selection. More than the blocks of
+            `max_seqlen` tokens is cut to those.
         scale: Factor of the logits; head_dim^-0.5 if None.
         deterministic: Ask for gradients that are the same bit for bit in every run. On CPU they always
             are, for any number of threads.
@@ -79,7 +85,7 @@ def moba_attention(
         >>> moba_attention(q, kv, kv, cu_seqlens, 2, block_size=32).shape
         torch.Size([100, 4, 64])
     """
-    chosen, budget, max_seqlen, max_budget = _prepare(
+    chosen, budget, block_size, max_seqlen, max_budget = _prepare(
         q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend
     )
     if scale is None:
@@ -101,7 +107,7 @@ def moba_attention(
             scale=scale,
             return_lse=return_lse,
         )
-    out, lse, _ = torch.ops.sb.moba_attention(
+    out, lse = ops.run_attention(
         q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, scale, deterministic
     )
     return (out, lse) if return_lse else out
@@ -124,9 +130,10 @@ def moba_select(
         Numbers of the blocks within their sequence, ascending, -1 where there is none
         # [Hq, T, max_budget - 1] int16
     """
-    chosen, budget, max_seqlen, max_budget = _prepare(
+    chosen, budget, block_size, max_seqlen, max_budget = _prepare(
         q, k, None, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend
     )
+    q, k = cast_as_autocast(q, k)  # what the attention selects with
     if chosen == "reference":
         return reference.moba_select(
             q, k, cu_seqlens, budget, block_size=block_size, max_seqlen=max_seqlen, max_budget=max_budget
@@ -148,9 +155,11 @@ def _prepare(
     max_seqlen: int | None,
     max_budget: int | None,
     backend: str | None,
-) -> tuple[str, Tensor, int, int]:
-    """Check everything; return the backend, the budget # [N, Hq], and the two bounds."""
+) -> tuple[str, Tensor, int, int, int]:
+    """Check everything; return the backend, the budget # [N, Hq], the block size and the two bounds."""
     check_block_size(block_size)
+    check_bound("max_seqlen", max_seqlen)
+    check_bound("max_budget", max_budget)
     check_layout(q, k, v, cu_seqlens)
     chosen = choose_backend(backend, q.device.type)
     if chosen != "reference":
@@ -158,7 +167,7 @@ def _prepare(
     num_heads, group = q.shape[1], q.shape[1] // k.shape[1]
     expanded = expand_budget(budget, cu_seqlens.shape[0] - 1, num_heads, q.device)
     if torch.compiler.is_compiling():
-        for name, bound in (("max_seqlen", max_seqlen), ("max_budget", max_budget)):
+        for name, bound, least in (("max_seqlen", max_seqlen, 0), ("max_budget", max_budget, 1)):
             if bound is None:
                 raise ValueError(
                     explain(
@@ -167,8 +176,22 @@ def _prepare(
                         f"pass {name} as an int that bounds all sequences",
                     )
                 )
+            if bound < least:
+                raise ValueError(
+                    explain(
+                        f"{name} is {bound}",
+                        "it bounds all sequences",
+                        f"pass {name} >= {least}",
+                    )
+                )
         assert max_seqlen is not None
         assert max_budget is not None
-        return chosen, expanded, max_seqlen, max_budget
+        # Symbols stay symbols: a comparison here would compile anew for the other outcome.
+        blocks = torch.sym_max(1, (max_seqlen + block_size - 1) // block_size)  # type: ignore[no-untyped-call]
+        most = torch.sym_min(max_budget, blocks)  # type: ignore[no-untyped-call]
+        return chosen, expanded, block_size, max_seqlen, most
+    block_size = operator.index(block_size)
+    max_seqlen = None if max_seqlen is None else operator.index(max_seqlen)
+    max_budget = None if max_budget is None else operator.index(max_budget)
     bounds = check_values(q.shape[0], group, cu_seqlens, expanded, block_size, max_seqlen, max_budget)
-    return chosen, expanded, *bounds
+    return chosen, expanded, block_size, *bounds

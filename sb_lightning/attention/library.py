@@ -32,7 +32,9 @@ class Extension:
     isa: str
     """The instruction set whose kernels run, or an empty string where the extension was refused."""
     refusal: str
-    """Why the extension was refused, with what to do; empty where it runs."""
+    """Why the extension was refused; empty where it runs."""
+    remedy: str = ""
+    """What to do about it."""
 
     @property
     def available(self) -> bool:
@@ -56,31 +58,31 @@ def load_extension(path: Path | None) -> Extension:
     otherwise be registered before anybody could look at their schemas.
     """
     if path is None:
-        return Extension(None, "", f"the C++ extension is not built; build it with: {REBUILD}")
+        return Extension(None, "", "the C++ extension is not built", f"build it with: {REBUILD}")
+    rebuild = f"rebuild it with: {REBUILD}"
     try:
         found = _MARKER.search(path.read_bytes())
     except OSError as error:
-        return Extension(path, "", f"{path} cannot be read ({error}); rebuild it with: {REBUILD}")
+        return Extension(path, "", f"{path} cannot be read ({error})", rebuild)
     if found is None:
-        refusal = (
-            f"{path} is no build of this extension (it has no schema version); rebuild it with: {REBUILD}"
+        return Extension(
+            path, "", f"{path} is no build of this extension (it has no schema version)", rebuild
         )
-        return Extension(path, "", refusal)
     version = found.group(1).decode()
     if version != SCHEMA_VERSION:
         refusal = (
-            f"{path} was built from other sources (op schemas {version}, this package needs "
-            f"{SCHEMA_VERSION}); rebuild it with: {REBUILD}"
+            f"{path} was built from other sources (op schemas {version}, this package needs {SCHEMA_VERSION})"
         )
-        return Extension(path, "", refusal)
+        return Extension(path, "", refusal, rebuild)
     try:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except (OSError, ImportError, RuntimeError) as error:
-        return Extension(path, "", f"{path} cannot be loaded ({error}); rebuild it with: {REBUILD}")
+        return Extension(path, "", f"{path} cannot be loaded ({error})", rebuild)
     try:
         isa = torch.ops.sb.cpu_isa()
     except RuntimeError as error:
-        return Extension(path, "", str(error).splitlines()[0])
+        refusal, _, remedy = str(error).splitlines()[0].partition(". To fix it, ")
+        return Extension(path, "", refusal, remedy.rstrip(".") or rebuild)
     return Extension(path, isa, "")
 
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from sb_lightning._messages import explain
+from sb_lightning.attention.checks import cast_as_autocast
 from sb_lightning.attention.library import EXTENSION
 
-__all__ = ["register_ops"]
+__all__ = ["register_ops", "run_attention"]
 
 
 def _select_shape(
@@ -101,7 +103,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _gradient(
-    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _dselection: Tensor | None
+    ctx: Any,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    _dselection: Tensor | None,
+    backward: Callable[..., Any] | None = None,
 ) -> tuple[Tensor | None, ...]:
     q, k, v, out, lse, selection, cu_seqlens, budget = ctx.saved_tensors
     none = (None,) * 7
@@ -111,7 +117,7 @@ def _gradient(
         dout = torch.zeros_like(out)
     group = q.shape[1] // k.shape[1]
     list_ptr, list_rows = torch.ops.sb.moba_index(selection, cu_seqlens, budget, ctx.block_size, group)
-    dq, dk, dv = torch.ops.sb.moba_backward(
+    dq, dk, dv = (backward or torch.ops.sb.moba_backward)(
         dout,
         dlse,
         q,
@@ -140,6 +146,59 @@ def _no_second_gradient(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
             "drop create_graph=True, or pass backend='reference' (plain torch, slow)",
         )
     )
+
+
+def _no_forward_mode(ctx: Any = None, *grad_inputs: Any) -> Any:
+    raise RuntimeError(
+        explain(
+            "a forward-mode derivative (jvp) of moba_attention was asked for",
+            "the kernels have reverse-mode derivatives only",
+            "use torch.func.vjp, grad or jacrev, or pass backend='reference' (plain torch, slow)",
+        )
+    )
+
+
+class _Gradient(torch.autograd.Function):
+    """The op moba_backward for `torch.func`."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *args: torch.ops.sb.moba_backward(*args))
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(_no_second_gradient)
+    jvp = staticmethod(_no_forward_mode)
+
+
+class _Attention(torch.autograd.Function):
+    """The op moba_attention for `torch.func`, whose transforms refuse the gradient of a registered op."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *args: torch.ops.sb.moba_attention(*args))
+    setup_context = staticmethod(_save)
+    backward = staticmethod(
+        lambda ctx, dout, dlse, dselection: _gradient(ctx, dout, dlse, dselection, _Gradient.apply)
+    )
+    jvp = staticmethod(_no_forward_mode)
+
+
+def run_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Call the op and return out and lse; `torch.func` transforms get a gradient they can take apart.
+
+    Raises:
+        RuntimeError: Forward-mode differentiation is on; the op would drop its tangents silently.
+    """
+    if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:
+            _no_forward_mode()
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        out, lse, _ = _Attention.apply(*cast_as_autocast(q, k, v), *rest)  # type: ignore[no-untyped-call]
+        return out, lse
+    elif forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+        for x in (q, k, v)
+    ):
+        _no_forward_mode()
+    out, lse, _ = torch.ops.sb.moba_attention(q, k, v, *rest)
+    return out, lse
 
 
 def _most_pairs(tokens: int, max_seqlen: int, budget: int, block_size: int) -> int:
@@ -222,10 +281,7 @@ def _register_autocast(device: str) -> None:
     key = getattr(torch._C.DispatchKey, key_name)
 
     def cast_and_run(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device)
-        q, k, v = (
-            x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)
-        )
+        q, k, v = cast_as_autocast(q, k, v)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
             return attention(q, k, v, *rest)
 

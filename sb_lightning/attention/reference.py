@@ -10,7 +10,14 @@ import itertools
 import torch
 from torch import Tensor
 
-from sb_lightning.attention.checks import check_block_size, check_layout, check_values, expand_budget
+from sb_lightning.attention.checks import (
+    autocast_runs,
+    cast_as_autocast,
+    check_block_size,
+    check_layout,
+    check_values,
+    expand_budget,
+)
 
 __all__ = ["moba_attention", "moba_select"]
 
@@ -46,6 +53,12 @@ def moba_select(
     """
     check_block_size(block_size)
     check_layout(q, k, None, cu_seqlens)
+    if autocast_runs(q.device.type):
+        q, k = cast_as_autocast(q, k)
+        with torch.autocast(q.device.type, enabled=False):
+            return moba_select(
+                q, k, cu_seqlens, budget, block_size=block_size, max_seqlen=max_seqlen, max_budget=max_budget
+            )
     (tokens, num_heads, _), group = q.shape, q.shape[1] // k.shape[1]
     budget = expand_budget(budget, cu_seqlens.shape[0] - 1, num_heads, q.device)
     _, max_budget = check_values(tokens, group, cu_seqlens, budget, block_size, max_seqlen, max_budget)
@@ -119,6 +132,22 @@ def moba_attention(
         out # [T, Hq, D], and with `return_lse` lse # [Hq, T] fp32 (fp64 for fp64 inputs)
     """
     check_layout(q, k, v, cu_seqlens)
+    if autocast_runs(q.device.type):
+        q, k, v = cast_as_autocast(q, k, v)
+        with torch.autocast(q.device.type, enabled=False):
+            return moba_attention(
+                q,
+                k,
+                v,
+                cu_seqlens,
+                budget,
+                block_size=block_size,
+                max_seqlen=max_seqlen,
+                max_budget=max_budget,
+                scale=scale,
+                return_lse=return_lse,
+                selection=selection,
+            )
     if selection is None:
         selection = moba_select(
             q, k, cu_seqlens, budget, block_size=block_size, max_seqlen=max_seqlen, max_budget=max_budget
@@ -136,7 +165,7 @@ def moba_attention(
             logits = q[start:end, h] @ k[start:end, h // group].T * scale
             mask = _attended(selection[h, start:end], block_size)
             logits = logits.masked_fill(~mask, float("-inf"))
-            heads.append(torch.softmax(logits, -1) @ v[start:end, h // group])
+            heads.append(_weigh(torch.softmax(logits, -1), v[start:end, h // group], mask))
             sums.append(logits.logsumexp(-1))
         out.append(torch.stack(heads, 1))
         lse.append(torch.stack(sums))
@@ -144,6 +173,22 @@ def moba_attention(
     if not return_lse:
         return packed
     return packed, torch.cat(lse, 1).to(torch.promote_types(q.dtype, torch.float32))
+
+
+def _weigh(weights: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Sum the values of one sequence and head by weight, NaN and infinity only where they are attended.
+
+    Args:
+        weights: Zero where not attended # [L, L]
+        v: # [L, D]
+        mask: Which keys each query attends # [L, L]
+    """
+    # A transform of torch.func allows no branch on data.
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    if transformed or bool(v.isfinite().all()):
+        return weights @ v
+    seen = torch.where(mask[..., None], v, 0)  # [L, L, D]; 0 * NaN would spread a value to every row
+    return (weights[..., None] * seen).sum(1)
 
 
 def _attended(selection: Tensor, block_size: int) -> Tensor:

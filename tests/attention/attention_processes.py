@@ -43,6 +43,13 @@ def values_with_forced_isa(isa: str) -> dict[str, object]:
     return {"isa": cpu.detail["isa"]}
 
 
+def isa_in_capitals() -> dict[str, object]:
+    os.environ["SB_CPU_ISA"] = "BaseLine"
+    from sb_lightning.attention import backends
+
+    return {"reason": backends()[0].reason}
+
+
 def unknown_isa() -> dict[str, object]:
     os.environ["SB_CPU_ISA"] = "sse9"
     return refusal_and_reference()
@@ -160,6 +167,7 @@ CHECKS = {
     "baseline": lambda: values_with_forced_isa("baseline"),
     "avx2": lambda: values_with_forced_isa("avx2"),
     "avx512": lambda: values_with_forced_isa("avx512"),
+    "isa_in_capitals": isa_in_capitals,
     "unknown_isa": unknown_isa,
     "garbage": lambda: package_with_foreign_library(b"not a library"),
     "old_schema": lambda: package_with_foreign_library(b"\x7fELF sb_lightning attention schema 0;"),

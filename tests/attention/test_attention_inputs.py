@@ -58,6 +58,7 @@ BAD_VALUES = {
     "max_budget 0": ({"max_budget": 0}, "max_budget is 0"),
     "scale": ({"scale": float("nan")}, "scale is nan"),
     "backend": ({"backend": "gpu"}, "backend is 'gpu'"),
+    "block_size beyond 32 bits": ({"block_size": 2**63 - 16}, "block_size is 9223372036854775792"),
 }
 
 
@@ -69,16 +70,51 @@ def test_bad_values(changes, message):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"budget": 2.0}, {"budget": True}, {"q": [1.0]}, {"cu_seqlens": [0, 100]}]
+    "changes",
+    [
+        {"budget": 2.0},
+        {"budget": True},
+        {"q": [1.0]},
+        {"cu_seqlens": [0, 100]},
+        {"block_size": 32.0},
+        {"block_size": "32"},
+        {"block_size": True},
+        {"max_seqlen": 60.0},
+        {"max_seqlen": torch.tensor(60.0)},
+        {"max_budget": "3"},
+        {"max_budget": 2.0},
+    ],
 )
-def test_wrong_kinds(changes):
-    with pytest.raises(TypeError, match="To fix it, "):
-        moba_attention(**arguments(**changes))
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_wrong_kinds(changes, backend):
+    with pytest.raises(TypeError, match=f"^{next(iter(changes))} is a .* To fix it, "):
+        moba_attention(**arguments(**changes), backend=backend)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_what_autocast_does_not_cast_is_named(name, dtype, backend):
+    given = arguments()
+    given[name] = given[name].to(dtype)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(ValueError, match=f"^{name} is {dtype}: .*not supported under torch.autocast"),
+    ):
+        moba_attention(**given, backend=backend)
+
+
+def test_float64_under_autocast_is_refused_by_the_kernels():
+    given = {n: x.double() if n in ("q", "k", "v") else x for n, x in arguments().items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=r"q is torch\.float64"):
+        moba_attention(**given)
 
 
 def test_good_arguments_pass():
     assert moba_attention(**arguments()).shape == (100, 4, 32)
     assert moba_attention(**arguments(max_seqlen=60, max_budget=2)).shape == (100, 4, 32)
+    numbers = {"block_size": torch.tensor(32), "max_seqlen": torch.tensor(60)}  # as collators make them
+    assert torch.equal(moba_attention(**arguments(**numbers)), moba_attention(**arguments()))
 
 
 def test_select_checks_too():
@@ -137,6 +173,63 @@ def test_the_ops_refuse_shapes_that_would_leave_the_memory():
     wrong[0, 99, 0] = 7
     with pytest.raises(ValueError, match="selection has entries"):
         torch.ops.sb.moba_index(wrong, cu_seqlens, budget, 32, 2)
+
+
+@pytest.mark.parametrize("max_budget", [0, 32768, 2**40, 2**62])
+def test_the_ops_refuse_a_selection_of_any_width(max_budget):
+    given = arguments()
+    q, k, cu_seqlens = given["q"], given["k"], given["cu_seqlens"]
+    budget = torch.full((2, 4), 2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=f"max_budget is {max_budget}: .* To fix it, "):
+        torch.ops.sb.moba_select(q, k, cu_seqlens, budget, 32, 60, max_budget)
+    with pytest.raises(RuntimeError, match=f"max_budget is {max_budget}: .* To fix it, "):
+        torch.ops.sb.moba_attention(q, k, k, cu_seqlens, budget, 32, 60, max_budget, 1.0, False)
+
+
+def test_the_ops_refuse_a_block_size_beyond_32_bits():
+    given = arguments()
+    budget = torch.full((2, 4), 2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="block_size is 9223372036854775792"):
+        torch.ops.sb.moba_select(given["q"], given["k"], given["cu_seqlens"], budget, 2**63 - 16, 60, 2)
+
+
+def break_list(rows, begin, end, how):
+    rows = rows.clone()
+    if how == "unsorted":
+        rows[begin : begin + 2] = rows[begin : begin + 2].flip(0)
+    elif how == "twice":
+        rows[begin + 1] = rows[begin]
+    elif how == "far in the middle":
+        rows[(begin + end) // 2] = 2**31 - 5
+    elif how == "past the sequence":
+        rows[end - 1] = 2 * 130
+    elif how == "negative":
+        rows[begin] = -1
+    elif how == "of its own block":
+        rows[begin] = 0
+    return rows
+
+
+@pytest.mark.parametrize(
+    "how", ["unsorted", "twice", "far in the middle", "past the sequence", "negative", "of its own block"]
+)
+def test_the_ops_refuse_rows_that_would_leave_the_memory(how):
+    torch.manual_seed(0)
+    q, k, cu_seqlens = torch.randn(230, 4, 32), torch.randn(230, 2, 32), bounds([100, 130])
+    integers = (cu_seqlens, torch.full((2, 4), 2, dtype=torch.int32))
+    selection = torch.ops.sb.moba_select(q, k, *integers, 16, 130, 2)
+    lists, rows = torch.ops.sb.moba_index(selection, *integers, 16, 2)
+    out, lse = torch.ops.sb.moba_forward(q, k, k, selection, lists, rows, *integers, 16, 130, 1.0)
+    long = [(a, b) for a, b in zip(lists.tolist(), lists.tolist()[1:], strict=False) if b - a >= 3]
+    for begin, end in (long[0], long[-1]):
+        bad = break_list(rows, begin, end, how)
+        if how == "past the sequence" and begin == long[0][0]:
+            bad[end - 1] = 2 * 100
+        index = (selection, lists, bad, *integers, 16, 130, 1.0)
+        with pytest.raises(ValueError, match="list_rows holds a list"):
+            torch.ops.sb.moba_forward(q, k, k, *index)
+        with pytest.raises(ValueError, match="list_rows holds a list"):
+            torch.ops.sb.moba_backward(out, None, q, k, k, out, lse, *index, False)
 
 
 def test_other_devices_are_refused_with_the_reason():

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from sb_lightning.attention import moba_attention
+from sb_lightning.attention import moba_attention, moba_select, reference
 from sb_lightning.attention.pairs import attended_pairs
 
 CASE = Case((70, 1, 0, 99), (4, 2), 32, 32, budgets=(3, 1, 1, 2))
@@ -92,6 +92,40 @@ def test_compile_with_numbers_that_change():
         assert torch.equal(compiled(x.q, x.k, x.v, *numbers), attention(x.q, x.k, x.v, *numbers))
 
 
+def test_compile_cuts_the_budget_to_the_blocks_there_are():
+    x = make_inputs(CASE, requires_grad=False)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def attention(q, k, v, max_seqlen, max_budget):
+        bounds = {"max_seqlen": max_seqlen, "max_budget": max_budget}
+        return moba_attention(q, k, v, x.cu_seqlens, 10**8, block_size=32, **bounds)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend=counter, dynamic=True)
+    dense = moba_attention(x.q, x.k, x.v, x.cu_seqlens, 4, block_size=32)
+    for max_seqlen, max_budget in ((99, 10**8), (128, 10**9), (1000, 4), (100, 6)):
+        assert torch.equal(compiled(x.q, x.k, x.v, max_seqlen, max_budget), dense)
+    assert counter.frame_count == 1
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def select(q, k):
+        return moba_select(q, k, x.cu_seqlens, 10**8, block_size=32, max_seqlen=99, max_budget=10**8)
+
+    assert select(x.q, x.k).shape[2] == 3
+
+
+@pytest.mark.parametrize("given", [{"max_seqlen": -1, "max_budget": 3}, {"max_seqlen": 99, "max_budget": 0}])
+def test_compile_refuses_bounds_that_bound_nothing(given):
+    x = make_inputs(CASE, requires_grad=False)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def attention(q, k, v):
+        return moba_attention(q, k, v, x.cu_seqlens, x.budget, block_size=32, **given)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(max_seqlen is -1|max_budget is 0): it bounds"):
+        attention(x.q, x.k, x.v)
+
+
 @pytest.mark.parametrize("given", [{"max_seqlen": 99}, {"max_budget": 3}])
 def test_compile_asks_for_the_bounds(given):
     x = make_inputs(CASE, requires_grad=False)
@@ -128,6 +162,22 @@ def test_autocast_casts_to_one_dtype(dtype):
     mixed.float().sum().backward()
     assert x.q.grad is not None
     assert x.q.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_reference_follows_autocast(dtype):
+    x = make_inputs(CASE, requires_grad=False)
+    cast = [t.to(DTYPES[dtype]) for t in (x.q, x.k, x.v)]
+    integers = (x.cu_seqlens, x.budget)
+    want = reference.moba_attention(*cast, *integers, block_size=32)
+    chosen = moba_select(*cast[:2], *integers, block_size=32, backend="reference")
+    with torch.autocast("cpu", dtype=DTYPES[dtype]):
+        out = moba_attention(x.q, x.k.to(DTYPES[dtype]), x.v, *integers, block_size=32, backend="reference")
+        for backend in ("cpu", "reference"):
+            selection = moba_select(x.q, x.k, *integers, block_size=32, backend=backend)
+            assert torch.equal(selection, chosen)
+    assert out.dtype == DTYPES[dtype]
+    assert torch.equal(out, want)
 
 
 def test_autocast_under_compile():
@@ -200,6 +250,24 @@ def test_editing_the_budget_between_forward_and_backward_is_caught():
     budget += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("shape", ["full", "row", "int32 scalar"])
+def test_the_gradient_is_that_of_the_budget_at_the_forward(shape):
+    x = make_inputs(CASE)
+    budget = {"full": x.budget.clone(), "row": x.budget[:1].clone(), "int32 scalar": x.budget[0, 0].clone()}[
+        shape
+    ]
+
+    def gradients(change):
+        given = budget.clone()
+        out = moba_attention(x.q, x.k, x.v, x.cu_seqlens, given, block_size=32)
+        if change:
+            given.fill_(1)
+        return torch.autograd.grad(out, (x.q, x.k, x.v), x.dout)
+
+    for got, want in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(got, want)
 
 
 def test_flops_are_the_closed_form():

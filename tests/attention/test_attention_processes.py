@@ -53,6 +53,14 @@ def test_unknown_instruction_set_is_named(results):
     assert result["available"] is False
     assert "SB_CPU_ISA is 'sse9': no instruction set has that name" in result["reason"]
     assert "baseline" in result["reason"]
+    for error in result["errors"]:
+        assert error.count("To fix it, ") == 1
+        assert "To fix it, unset SB_CPU_ISA or set it to one of: " in error
+        assert "rebuild" not in error
+
+
+def test_an_instruction_set_may_be_named_in_capitals(results):
+    assert results["isa_in_capitals"] == {"reason": "C++ kernels for baseline"}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +81,7 @@ def test_refused_library_breaks_nothing_but_itself(results, name, reason):
     for error in result["errors"]:
         assert reason in error
         assert "backend='reference'" in error
+        assert error.count("To fix it, ") == 1
     if name != "unknown_isa":
         assert "python setup.py build_ext --inplace" in result["reason"]
     assert result["shape"] == [40, 2, 32]

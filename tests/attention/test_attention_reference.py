@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from moba_cases import Case, bounds, make_inputs
 
@@ -65,3 +66,42 @@ def test_runs_what_the_kernels_do_not():
     out = moba_attention(q, k, k, bounds([40]), 2, block_size=16, backend="reference")
     assert out.dtype == torch.float64
     assert moba_select(q, k, bounds([40]), 2, block_size=16, backend="reference").shape == (4, 40, 1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_value_reaches_exactly_the_rows_that_attend_it(value):
+    case = Case((70, 40), (4, 2), 32, 16, budgets=(2, 3))
+    x = make_inputs(case)
+    bad = 20  # of the first sequence, in its block 1
+    selection = moba_select(x.q, x.k, x.cu_seqlens, x.budget, block_size=16)
+    attends = torch.zeros(110, 4, dtype=torch.bool)
+    attends[bad:32] = True
+    attends |= (selection == 1).any(-1).T & (torch.arange(110) < 70)[:, None]
+    attends[:, 2:] = False  # the value is in KV head 0
+    assert 0 < int(attends[32:70, :2].sum()) < attends[32:70, :2].numel()
+
+    def outputs(v, backend, selection=selection):
+        v = v.detach().requires_grad_()
+        if backend == "cpu":
+            out = moba_attention(x.q, x.k, v, x.cu_seqlens, x.budget, block_size=16)
+        else:
+            out = reference.moba_attention(
+                x.q, x.k, v, x.cu_seqlens, x.budget, block_size=16, selection=selection
+            )
+        return out.detach(), *torch.autograd.grad(out, (x.q, v), x.dout)
+
+    with_bad = x.v.detach().clone()
+    with_bad[bad, 0] = value
+    out, dq, dv = outputs(with_bad, "reference")
+    finite, finite_dq, finite_dv = outputs(x.v, "reference")
+    assert torch.equal(~out.isfinite().all(-1), attends)
+    assert torch.equal(~dq.isfinite().all(-1), attends)
+    torch.testing.assert_close(out[~attends], finite[~attends])
+    torch.testing.assert_close(dq[~attends], finite_dq[~attends])
+    torch.testing.assert_close(dv, finite_dv)
+    # The kernels may add other rows of the key's own block, and no more.
+    rows = ~outputs(with_bad, "cpu")[0].isfinite().all(-1)
+    own = torch.zeros_like(attends)
+    own[16:32, :2] = True
+    assert bool((rows >= attends).all())
+    assert bool((rows <= (attends | own)).all())

@@ -24,6 +24,9 @@ int64_t ListCapacity(int64_t tokens, int64_t sequences, int64_t kv_heads, int64_
 // lists. lists [ListCapacity + 1], rows [tokens * query_heads * (max_budget - 1)].
 void Index(const Problem& problem, const int16_t* selection, int64_t* lists, int32_t* rows);
 
+// Refuses rows that Index cannot have written. `lists` must already ascend within the rows.
+void CheckIndex(const Problem& problem, const int64_t* lists, const int32_t* rows);
+
 // out [tokens, query_heads, head_dim] contiguous; lse [query_heads, tokens] natural log.
 void Forward(const Problem& problem, View q, View k, View v, const int64_t* lists,
              const int32_t* rows, void* out, float* lse);

@@ -12,8 +12,12 @@ namespace {
 
 constexpr const char* kNames[] = {"avx512", "avx2", "baseline"};  // best first
 
-const KernelTable& Choose(const char* forced) {
-  if (forced == nullptr || *forced == '\0') {
+const KernelTable& Choose(const char* wanted) {
+  std::string lower = wanted == nullptr ? "" : wanted;
+  for (char& c : lower)
+    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+  const char* forced = lower.c_str();
+  if (lower.empty()) {
     for (const char* name : kNames)
       if (const KernelTable* table = KernelsOf(name)) return *table;
   } else if (const KernelTable* table = KernelsOf(forced)) {
@@ -25,7 +29,7 @@ const KernelTable& Choose(const char* forced) {
     known = known || std::strcmp(name, forced) == 0;
     if (KernelsOf(name) != nullptr) runs += (runs.empty() ? "" : ", ") + std::string(name);
   }
-  throw std::runtime_error("SB_CPU_ISA is '" + std::string(forced) + "': " +
+  throw std::runtime_error("SB_CPU_ISA is '" + std::string(wanted) + "': " +
                            (known ? "this CPU or this build does not have that instruction set"
                                   : "no instruction set has that name") +
                            ". To fix it, unset SB_CPU_ISA or set it to one of: " + runs + ".");

@@ -81,4 +81,35 @@ void Index(const Problem& p, const int16_t* selection, int64_t* lists, int32_t* 
   }
 }
 
+void CheckIndex(const Problem& p, const int64_t* lists, const int32_t* rows) {
+  const int64_t group = p.query_heads / p.kv_heads, pairs = p.sequences * p.kv_heads;
+  std::vector<int64_t> first(static_cast<size_t>(p.sequences));
+  int64_t num_lists = 0;
+  for (int64_t n = 0; n < p.sequences; ++n) {
+    first[static_cast<size_t>(n)] = num_lists;
+    num_lists += p.kv_heads * NumBlocks(p, n);
+  }
+  std::atomic<bool> valid{true};
+#pragma omp parallel for schedule(dynamic, 1) num_threads(p.threads) if (p.threads > 1 && pairs > 1)
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    const int64_t n = pair / p.kv_heads, kv = pair % p.kv_heads, blocks = NumBlocks(p, n);
+    if (IsDense(p, n, kv)) continue;  // its lists are not read
+    const int64_t end = (p.cu_seqlens[n + 1] - p.cu_seqlens[n]) * group;
+    const int64_t* bounds = lists + first[static_cast<size_t>(n)] + kv * blocks;
+    for (int64_t block = 0; block < blocks; ++block) {
+      const int32_t *row = rows + bounds[block], *last = rows + bounds[block + 1];
+      if (row == last) continue;
+      // Rows of later blocks only. No branch per row, so that the loop runs at memory speed.
+      bool fine = *row >= (block + 1) * p.block_size * group && last[-1] < end;
+      for (; row + 1 < last; ++row) fine &= row[0] < row[1];
+      if (!fine) valid = false;
+    }
+  }
+  if (!valid)
+    throw std::invalid_argument(
+        "list_rows holds a list that is not ascending or names rows that cannot attend its block: "
+        "the kernels read and write at these rows. To fix it, pass what moba_index returns for the "
+        "same arguments.");
+}
+
 }  // namespace sb
