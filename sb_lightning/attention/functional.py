@@ -179,7 +179,7 @@ def _prepare(
             if bound < least:
                 raise ValueError(
                     explain(
-                        f"{name} is {bound}",
+                        f"{name} is below {least}",  # not its value: a symbol has no text
                         "it bounds all sequences",
                         f"pass {name} >= {least}",
                     )
