@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from sb_lightning._messages import explain
+from sb_lightning.attention.autocast import autocast_runs, dtype_in_kernel
 
 __all__ = [
     "SUPPORTED_DTYPES",
     "SUPPORTED_HEAD_DIMS",
-    "autocast_runs",
-    "cast_as_autocast",
     "check_block_size",
     "check_bound",
     "check_budget",
@@ -122,30 +121,6 @@ def check_budget(budget: int) -> None:
         )
 
 
-def autocast_runs(device: str) -> bool:
-    """Return whether autocast is on for a device type; False for those that know no autocast."""
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def _dtype_in_kernel(x: Tensor) -> torch.dtype:
-    """Return the dtype the attention runs in: autocast's for what autocast casts, else the tensor's own."""
-    device = x.device.type
-    if x.is_floating_point() and x.dtype != torch.float64 and autocast_runs(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
-
-
-def cast_as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast to the dtype of autocast where it is on; like torch's own ops, not float64 and not integers.
-
-    Example:
-        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
-        ...     cast_as_autocast(torch.zeros(2))[0].dtype
-        torch.bfloat16
-    """
-    return tuple(x.to(_dtype_in_kernel(x)) for x in tensors)
-
-
 def check_layout(q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor) -> None:
     """Check shapes, dtypes and devices.
 
@@ -194,8 +169,8 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor) -> 
                     "make the last dimension of q, k and v equal",
                 )
             )
-        if _dtype_in_kernel(x) != _dtype_in_kernel(q) and autocast_runs(q.device.type):
-            odd = next(n for n in ("q", "k", "v") if _dtype_in_kernel(named[n]) == named[n].dtype)
+        if dtype_in_kernel(x) != dtype_in_kernel(q) and autocast_runs(q.device.type):
+            odd = next(n for n in ("q", "k", "v") if dtype_in_kernel(named[n]) == named[n].dtype)
             raise ValueError(
                 explain(
                     f"{odd} is {named[odd].dtype}",
@@ -203,7 +178,7 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor | None, cu_seqlens: Tensor) -> 
                     f"convert {odd} to float32, bfloat16 or float16",
                 )
             )
-        if _dtype_in_kernel(x) != _dtype_in_kernel(q):
+        if dtype_in_kernel(x) != dtype_in_kernel(q):
             raise ValueError(
                 explain(
                     f"{name} is {x.dtype} and q is {q.dtype}",
@@ -251,7 +226,7 @@ def check_kernel_limits(q: Tensor) -> None:
                 "choose one of those, or pass backend='reference' (plain torch, slow)",
             )
         )
-    if _dtype_in_kernel(q) not in SUPPORTED_DTYPES:
+    if dtype_in_kernel(q) not in SUPPORTED_DTYPES:
         raise ValueError(
             explain(
                 f"q is {q.dtype}",

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from sb_lightning._messages import explain
 from sb_lightning.attention import ops, reference
+from sb_lightning.attention.autocast import cast_as_autocast
 from sb_lightning.attention.backends import choose_backend
 from sb_lightning.attention.checks import (
-    cast_as_autocast,
     check_block_size,
     check_bound,
     check_kernel_limits,

@@ -1,4 +1,4 @@
-"""What torch needs to know of the ops besides their kernels: shapes, gradient, autocast rule, FLOPs."""
+"""What torch needs to know of the ops besides their kernels: shapes, gradient, autocast rule."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
 from sb_lightning._messages import explain
-from sb_lightning.attention.checks import cast_as_autocast
+from sb_lightning.attention.autocast import cast_as_autocast
+from sb_lightning.attention.flops import register_flops
 from sb_lightning.attention.library import EXTENSION
 
 __all__ = ["register_ops", "run_attention"]
@@ -201,76 +201,6 @@ def run_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, 
     return out, lse
 
 
-def _most_pairs(tokens: int, max_seqlen: int, budget: int, block_size: int) -> int:
-    """Bound the attended pairs of one head: sequences as long as they may be, all at `budget`."""
-
-    def pairs(length: int) -> int:
-        full, rest = divmod(length, block_size)
-        own = full * block_size * (block_size + 1) // 2 + rest * (rest + 1) // 2
-        few = min(full, budget - 1)  # blocks whose rows see every earlier one
-        past = block_size * few * (few - 1) // 2 + block_size * (full - few) * (budget - 1)
-        return own + block_size * (past + rest * few)
-
-    count, rest = divmod(tokens, max(max_seqlen, 1))
-    return count * pairs(max_seqlen) + pairs(rest)
-
-
-def _attention_flops(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu: Any,
-    budget: Any,
-    block_size: int,
-    max_seqlen: int,
-    max_budget: int,
-    *_: Any,
-    **__: Any,
-) -> int:
-    """Count two products of the pairs; an upper bound, by `max_budget` and `max_seqlen` alone."""
-    return 4 * int(q[1] * q[2]) * _most_pairs(q[0], max_seqlen, max_budget, block_size)
-
-
-def _forward_flops(
-    q: Any,
-    k: Any,
-    v: Any,
-    selection: Any,
-    ptr: Any,
-    rows: Any,
-    cu: Any,
-    budget: Any,
-    block_size: int,
-    max_seqlen: int,
-    *_: Any,
-    **__: Any,
-) -> int:
-    """Count two products of the pairs; an upper bound, as above."""
-    return 4 * int(q[1] * q[2]) * _most_pairs(q[0], max_seqlen, selection[2] + 1, block_size)
-
-
-def _backward_flops(
-    dout: Any,
-    dlse: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    lse: Any,
-    selection: Any,
-    ptr: Any,
-    rows: Any,
-    cu: Any,
-    budget: Any,
-    block_size: int,
-    max_seqlen: int,
-    *_: Any,
-    **__: Any,
-) -> int:
-    """Count five products of the pairs; an upper bound, as above."""
-    return 10 * int(q[1] * q[2]) * _most_pairs(q[0], max_seqlen, selection[2] + 1, block_size)
-
-
 _FRAGMENT: list[torch.library.Library] = []  # a Library unregisters its kernels when it is collected
 
 
@@ -306,9 +236,7 @@ def register_ops() -> None:
     torch.library.register_autograd("sb::moba_attention", _gradient, setup_context=_save)
     torch.library.register_autograd("sb::moba_backward", _no_second_gradient)
     _register_autocast("cpu")
-    register_flop_formula(torch.ops.sb.moba_attention)(_attention_flops)
-    register_flop_formula(torch.ops.sb.moba_forward)(_forward_flops)
-    register_flop_formula(torch.ops.sb.moba_backward)(_backward_flops)
+    register_flops()
 
 
 if EXTENSION.available:

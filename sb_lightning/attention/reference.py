@@ -10,9 +10,8 @@ import itertools
 import torch
 from torch import Tensor
 
+from sb_lightning.attention.autocast import autocast_runs, cast_as_autocast
 from sb_lightning.attention.checks import (
-    autocast_runs,
-    cast_as_autocast,
     check_block_size,
     check_layout,
     check_values,

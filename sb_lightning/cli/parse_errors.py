@@ -52,7 +52,7 @@ def nearest_key(key: str, keys: Collection[str]) -> str:
         >>> nearest_key("a.lr", ["a", "a.learning_rate", "a.beta"])
         " (did you mean 'a.learning_rate'?)"
         >>> nearest_key("a.x", ["a", "a.learning_rate", "a.beta"])
-        " (keys of a: beta, learning_rate)"
+        ' (keys of a: beta, learning_rate)'
     """
     parent, _, name = key.rpartition(".")
     others = sorted(other for other in keys if not key.startswith(f"{other}."))
