@@ -178,7 +178,7 @@ def test_instruction_sets_share_no_symbol():
     # The linker keeps one copy of what two objects both define; the AVX-512 copy would crash older machines.
     objects = isa_objects()
     if not objects:
-        pytest.skip("no object files: build with setup.py build_ext or make cpp-test")
+        pytest.fail("no object files: build them with setup.py build_ext or make cpp-test")
     for isa, path in objects.items():
         lines = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
         for line in lines.splitlines():

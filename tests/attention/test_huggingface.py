@@ -225,7 +225,8 @@ def test_the_backbone_compiles_without_a_graph_break():
 
 @pytest.mark.parametrize("order", ["wrapped_then_sparse", "sparse_then_wrapped"])
 def test_lora(order):
-    peft = pytest.importorskip("peft")
+    import peft
+
     settings = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     batch = packed([90, 20])
     torch.manual_seed(0)

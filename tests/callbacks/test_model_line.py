@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 
-import pytest
 import torch
 from packed_run import PackedModule, loader, packed, sparse, trainer
 
@@ -32,7 +31,6 @@ def test_the_backend_that_runs_is_named(tmp_path, caplog):
     )
 
 
-@pytest.mark.skipif(not backends()[0].available, reason="the kernels are not built")
 def test_the_best_backend_is_named_with_its_instructions(tmp_path, caplog):
     isa = next(backend.detail["isa"] for backend in backends() if backend.name == "cpu")
     found = line(tmp_path, caplog, Sized(sparse(16, 3)))

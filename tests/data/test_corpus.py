@@ -119,7 +119,7 @@ def test_other_text_field(tmp_path):
 
 
 def test_parquet(tmp_path):
-    pa = pytest.importorskip("pyarrow")
+    import pyarrow as pa
     from pyarrow import parquet
 
     path = tmp_path / "d.parquet"
@@ -141,7 +141,7 @@ def test_parquet(tmp_path):
 
 
 def test_parquet_row_that_is_not_utf8(tmp_path):
-    pa = pytest.importorskip("pyarrow")
+    import pyarrow as pa
     from pyarrow import parquet
 
     path = tmp_path / "d.parquet"
@@ -159,7 +159,7 @@ def test_parquet_row_that_is_not_utf8(tmp_path):
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_parquet_with_a_damaged_page(on_error, tmp_path):
-    pa = pytest.importorskip("pyarrow")
+    import pyarrow as pa
     from pyarrow import parquet
 
     path = tmp_path / "d.parquet"
