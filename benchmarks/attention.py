@@ -3,11 +3,13 @@
     python benchmarks/attention.py --quick
     python benchmarks/attention.py --json benchmarks/results/attention.json
 
-Every figure is the median of interleaved rounds (theirs, ours, theirs, ours, ...), both warmed up.
-Selection and index are part of our times. `density` is computed pairs / causal pairs; `efficiency` is
-speedup x density: 1 means that the time fell exactly as the work did. `GF/s` is that of the attended pairs
-(4 products of D forward, 10 backward), to be seen beside the GF/s of a matrix product on as many threads.
-`MiB` is the growth of the process's peak memory during forward and backward.
+Each round times scaled_dot_product_attention and then our variants of the same shape, all warmed up; a
+figure is the median over rounds of the ratio within a round, `+-` half the spread of those ratios.
+Selection and index are part of our times, `route` is their share. `density` is computed pairs / causal
+pairs; `effic` is speedup x density: 1 means that the time fell exactly as the work did (for both, and for
+forward and backward apart). `GF/s` is that of the attended pairs (4 products of D forward, 10 backward), to
+be seen beside the GF/s of a matrix product on as many threads. `MiB` is the growth of the process's peak
+memory during forward and backward, ours and theirs.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,36 +34,46 @@ import torch.nn.functional as F
 from sb_lightning.attention import backends, moba_attention
 from sb_lightning.attention.pairs import attended_pairs, causal_pairs
 
-HEADS = {"4/2": (4, 2), "14/2": (14, 2), "16/2": (16, 2)}
 # Real lengths: files of Python 3.11's standard library in tokens of a 2,048-token BPE, in shuffled order
 # (seed 0): the first twenty of up to 1,500 tokens, and the first three above 4,000.
 MANY_SHORT = (
     1490, 1315, 1173, 672, 1037, 285, 1396, 396, 337, 315, 1129, 167, 942, 359, 166, 170, 626, 305, 1302, 688,
 )  # fmt: skip
 FEW_LONG = (13473, 5243, 19390)
+DENSITIES = (0.1, 0.25, 0.5)
 
 
 @dataclass(frozen=True)
-class Case:
-    """One measurement."""
+class Shape:
+    """What both sides compute on; `rounds` 0 means the command line's number."""
 
     lengths: tuple[int, ...]
-    budget: tuple[int, ...]
-    block_size: int
-    head_dim: int
-    heads: str = "4/2"
+    head_dim: int = 64
+    heads: tuple[int, int] = (4, 2)
     dtype: str = "float32"
-    threads: int = 1
     name: str = ""
+    rounds: int = 0
 
     @property
     def label(self) -> str:
-        """What a row is called."""
+        """How the shape is called."""
         size = self.name or f"L{self.lengths[0]}"
-        budget = self.budget[0] if len(set(self.budget)) == 1 else "mixed"
-        return (
-            f"{size}-H{self.heads}-D{self.head_dim}-B{self.block_size}-k{budget}-{self.dtype}-t{self.threads}"
-        )
+        return f"{size}-H{self.heads[0]}/{self.heads[1]}-D{self.head_dim}-{self.dtype}"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How ours computes it; `budget` is one number or one per (sequence, head)."""
+
+    block_size: int
+    budget: int | tuple[tuple[int, ...], ...]
+    threads: int = 1
+
+    @property
+    def label(self) -> str:
+        """How the variant is called."""
+        budget = self.budget if isinstance(self.budget, int) else "mixed"
+        return f"B{self.block_size}-k{budget}-t{self.threads}"
 
 
 def budget_for(length: int, block_size: int, density: float) -> int:
@@ -72,38 +85,60 @@ def budget_for(length: int, block_size: int, density: float) -> int:
     )
 
 
-def cases(quick: bool) -> Iterator[Case]:
-    """Yield all measurements."""
-    lengths = (8192,) if quick else (2048, 8192, 16384, 32768)
-    blocks = (64, 128) if quick else (64, 128, 256)
-    for dtype in ("float32", "bfloat16"):
-        for dim in (64,) if quick else (32, 64, 128):
-            for length in lengths:
-                if length == 32768 and (dim == 32 or dtype == "bfloat16"):
-                    continue
-                for block in blocks:
-                    for density in (0.1, 0.25, 0.5):
-                        k = budget_for(length, block, density)
-                        yield Case((length,), (k,), block, dim, dtype=dtype)
-    for heads in ("14/2", "16/2"):
-        for density in (0.1, 0.25):
-            yield Case((8192,), (budget_for(8192, 128, density),), 128, 64, heads=heads)
+def grid(length: int, blocks: tuple[int, ...] = (64, 128, 256)) -> list[Variant]:
+    """Return the variants of one length: every block size at every density."""
+    return [Variant(b, budget_for(length, b, density)) for b in blocks for density in DENSITIES]
+
+
+def mixed_budgets(lengths: tuple[int, ...], heads: int) -> tuple[tuple[int, ...], ...]:
+    """Return another budget for every sequence and head, from 2 to 16 and once all blocks."""
+    rows = [[2 + (5 * n + 3 * h) % 15 for h in range(heads)] for n in range(len(lengths))]
+    rows[-1] = [-(-lengths[-1] // 64)] * heads
+    return tuple(map(tuple, rows))
+
+
+def cases(quick: bool) -> Iterator[tuple[Shape, list[Variant]]]:
+    """Yield all shapes with their variants."""
+    if quick:
+        for dtype in ("float32", "bfloat16"):
+            yield Shape((4096,), dtype=dtype), grid(4096, (64, 128))
+        yield Shape((4096,)), [Variant(128, 8, threads) for threads in (1, 2)]
+    else:
+        yield Shape((2048,)), grid(2048, (64, 128))
+        for dtype in ("float32", "bfloat16"):
+            for dim in (32, 64, 128):
+                yield Shape((8192,), dim, dtype=dtype), grid(8192)
+            yield Shape((16384,), 64, dtype=dtype, rounds=3), grid(16384)
+        yield Shape((16384,), 128, rounds=3), grid(16384, (128,))
+        yield Shape((32768,), 64, rounds=3), grid(32768, (64, 128))
+        for heads in ((14, 2), (16, 2)):
+            for dim in (64, 128):
+                yield Shape((8192,), dim, heads, rounds=3), grid(8192, (64, 128))[:2] + grid(8192, (128,))[:2]
+        # Two threads, beside one.
+        for dim in (64, 128):
+            yield (
+                Shape((8192,), dim),
+                [Variant(128, budget_for(8192, 128, d), t) for d in DENSITIES for t in (1, 2)],
+            )
     # Below a tenth of the pairs: the time must go on falling.
     for length in (8192,) if quick else (8192, 16384, 32768):
-        for k in (1, 2, 3):
-            yield Case((length,), (k,), 64, 64)
-    # All pairs: our own dense path.
+        small = [Variant(64, k) for k in (1, 2, 3)]
+        yield Shape((length,), name=f"few{length}", rounds=3), small
+    # All pairs: our own dense path. And the smallest sizes, where a call's own cost shows.
     for length in (256, 1024, 4096):
-        yield Case((length,), (-(-length // 64),), 64, 64, name=f"dense{length}")
-    packs = {"few_long": FEW_LONG, "many_short": MANY_SHORT}
-    for name, pack in packs.items():
-        yield Case(pack, (8,) * len(pack), 64, 64, name=name)
-    yield Case(FEW_LONG, (16, 82, 8), 64, 64, name="few_long")
-    for threads in (2,):
-        for density in (0.1, 0.25, 0.5):
-            yield Case((8192,), (budget_for(8192, 128, density),), 128, 64, threads=threads)
-        for name, pack in packs.items():
-            yield Case(pack, (8,) * len(pack), 64, 64, threads=threads, name=name)
+        yield (
+            Shape((length,), name=f"dense{length}", rounds=9),
+            [Variant(64, -(-length // 64)), Variant(64, 2)],
+        )
+    for name, lengths in (("many_short", MANY_SHORT), ("few_long", FEW_LONG)):
+        if quick and name == "few_long":
+            continue
+        variants = [
+            Variant(64, budget, threads)
+            for budget in (8, max(-(-n // 64) for n in lengths), mixed_budgets(lengths, 4))
+            for threads in (1, 2)
+        ]
+        yield Shape(lengths, name=name, rounds=3 if name == "few_long" else 0), variants
 
 
 def clock(call: Callable[[], object]) -> tuple[float, object]:
@@ -135,21 +170,18 @@ def resident(field: str) -> int:
 class Ours:
     """Packed block-sparse attention."""
 
-    def __init__(self, case: Case) -> None:
-        hq, hkv = HEADS[case.heads]
-        total, dtype = sum(case.lengths), getattr(torch, case.dtype)
-        generator = torch.Generator().manual_seed(0)
-        self.q, self.k, self.v, self.dout = (
-            torch.randn(total, h, case.head_dim, generator=generator).to(dtype) for h in (hq, hkv, hkv, hq)
+    def __init__(self, shape: Shape, inputs: tuple[torch.Tensor, ...], variant: Variant) -> None:
+        self.q, self.k, self.v, self.dout = inputs
+        self.cu = torch.tensor([0, *shape.lengths]).cumsum(0).to(torch.int32)
+        self.budget = torch.tensor(variant.budget, dtype=torch.int32).expand(
+            len(shape.lengths), shape.heads[0]
         )
-        for x in (self.q, self.k, self.v):
-            x.requires_grad_()
-        self.cu = torch.tensor([0, *case.lengths]).cumsum(0).to(torch.int32)
-        self.budget = torch.tensor(case.budget, dtype=torch.int32)[:, None]
-        self.case = case
+        self.budget = self.budget.contiguous()
+        self.shape, self.variant = shape, variant
 
     def forward(self) -> torch.Tensor:
-        out = moba_attention(self.q, self.k, self.v, self.cu, self.budget, block_size=self.case.block_size)
+        size = self.variant.block_size
+        out = moba_attention(self.q, self.k, self.v, self.cu, self.budget, block_size=size)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -158,27 +190,31 @@ class Ours:
 
     def routing(self) -> None:
         """Selection (forward) and both sorts of the index (forward and backward): their share."""
+        size, lengths = self.variant.block_size, self.shape.lengths
+        hq, hkv = self.shape.heads
+        most = min(int(self.budget.max()), max(-(-n // size) for n in lengths))
         with torch.no_grad():
-            blocks = max(-(-n // self.case.block_size) for n in self.case.lengths)
-            hq, hkv = HEADS[self.case.heads]
-            budget = self.budget.expand(-1, hq).contiguous()
-            args = (self.case.block_size, max(self.case.lengths), min(max(self.case.budget), blocks))
-            selection = torch.ops.sb.moba_select(self.q, self.k, self.cu, budget, *args)
+            selection = torch.ops.sb.moba_select(
+                self.q, self.k, self.cu, self.budget, size, max(lengths), most
+            )
             for _ in range(2):
-                torch.ops.sb.moba_index(selection, self.cu, budget, self.case.block_size, hq // hkv)
+                torch.ops.sb.moba_index(selection, self.cu, self.budget, size, hq // hkv)
+
+    def pairs(self) -> float:
+        """Attended (query, key) pairs, mean over query heads."""
+        size, heads = self.variant.block_size, self.shape.heads[0]
+        columns = self.budget.t().tolist()
+        return sum(attended_pairs(self.shape.lengths, column, size) for column in columns) / heads
 
 
 class Theirs:
     """torch's causal attention, one call per sequence."""
 
-    def __init__(self, ours: Ours) -> None:
-        bounds = ours.cu.tolist()
+    def __init__(self, shape: Shape, inputs: tuple[torch.Tensor, ...]) -> None:
+        bounds = [0, *itertools.accumulate(shape.lengths)]
         self.parts = []
         for start, stop in itertools.pairwise(bounds):
-            q, k, v, dout = (
-                x.detach()[start:stop].transpose(0, 1)[None].contiguous()
-                for x in (ours.q, ours.k, ours.v, ours.dout)
-            )
+            q, k, v, dout = (x.detach()[start:stop].transpose(0, 1)[None].contiguous() for x in inputs)
             self.parts.append((q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout))
 
     def forward(self) -> list[torch.Tensor]:
@@ -194,46 +230,87 @@ class Theirs:
         ]
 
 
-def measure(case: Case, rounds: int) -> dict[str, object]:
-    """Time one case."""
-    torch.set_num_threads(case.threads)
-    ours, hq = Ours(case), HEADS[case.heads][0]
-    theirs = Theirs(ours)
-    sides = {"theirs": theirs, "ours": ours}
-    memory = {name: peak_growth(lambda s=side: s.backward(s.forward())) for name, side in sides.items()}
-    ours.routing()
-    times: dict[str, list[float]] = {f"{n}_{p}": [] for n in sides for p in ("forward", "backward")} | {
-        "routing": []
-    }
+@dataclass
+class Times:
+    """Seconds of every round."""
+
+    forward: list[float]
+    backward: list[float]
+
+    @property
+    def both(self) -> list[float]:
+        return [f + b for f, b in zip(self.forward, self.backward, strict=True)]
+
+
+def measure(shape: Shape, variants: list[Variant], rounds: int) -> Iterator[dict[str, object]]:
+    """Time one shape: yield a row per variant."""
+    rounds = shape.rounds or rounds
+    dtype = getattr(torch, shape.dtype)
+    generator = torch.Generator().manual_seed(0)
+    hq, hkv = shape.heads
+    inputs = tuple(
+        torch.randn(sum(shape.lengths), h, shape.head_dim, generator=generator)
+        .to(dtype)
+        .requires_grad_(i < 3)
+        for i, h in enumerate((hq, hkv, hkv, hq))
+    )
+    theirs = Theirs(shape, inputs)
+    ours = [Ours(shape, inputs, variant) for variant in variants]
+    threads = sorted({variant.threads for variant in variants})
+    sides: list[tuple[int, Ours | Theirs]] = [(t, theirs) for t in threads]
+    sides += [(side.variant.threads, side) for side in ours]
+    memory = []
+    for t, side in sides:  # also the warm-up
+        torch.set_num_threads(t)
+        memory.append(peak_growth(lambda s=side: s.backward(s.forward())))
+    times = [Times([], []) for _ in sides]
+    routing: list[list[float]] = [[] for _ in sides]
     for _ in range(rounds):
-        for name, side in sides.items():
+        for i, (t, side) in enumerate(sides):
+            torch.set_num_threads(t)
             seconds, out = clock(side.forward)
-            times[f"{name}_forward"].append(seconds)
-            times[f"{name}_backward"].append(clock(lambda s=side, o=out: s.backward(o))[0])
-        times["routing"].append(clock(ours.routing)[0])
-    both = {
-        n: [f + b for f, b in zip(times[f"{n}_forward"], times[f"{n}_backward"], strict=True)] for n in sides
-    }
+            times[i].forward.append(seconds)
+            times[i].backward.append(clock(lambda s=side, o=out: s.backward(o))[0])
+            del out
+            if isinstance(side, Ours):
+                routing[i].append(clock(side.routing)[0])
+    for i, side in enumerate(ours, start=len(threads)):
+        yield row_of(side, times[i], times[threads.index(side.variant.threads)], routing[i]) | {
+            "memory_mib": memory[i] / 2**20,
+            "their_memory_mib": memory[threads.index(side.variant.threads)] / 2**20,
+        }
+
+
+def row_of(side: Ours, own: Times, other: Times, routing: list[float]) -> dict[str, object]:
+    """Return the figures of one variant."""
+    shape, variant = side.shape, side.variant
     # The ratio of each round, so that a slow moment of the machine touches both sides of one ratio only.
-    ratios = [t / o for t, o in zip(both["theirs"], both["ours"], strict=True)]
-    pairs = attended_pairs(case.lengths, case.budget, case.block_size)
-    density = pairs / causal_pairs(case.lengths)
-    speedup = statistics.median(ratios)
-    median = {name: statistics.median(values) * 1e3 for name, values in times.items()}
+    ratios = {
+        part: [a / b for a, b in zip(getattr(other, part), getattr(own, part), strict=True)]
+        for part in ("both", "forward", "backward")
+    }
+    speedup = {part: statistics.median(values) for part, values in ratios.items()}
+    density = side.pairs() / causal_pairs(shape.lengths)
+    flops = 14 * shape.head_dim * shape.heads[0] * side.pairs()
+    share = [r / b for r, b in zip(routing, own.both, strict=True)]
     return {
-        "case": case.label,
-        **asdict(case),
-        **{f"{name}_ms": value for name, value in median.items()},
-        "routing_share": median["routing"] / (median["ours_forward"] + median["ours_backward"]),
+        "case": f"{shape.label}-{variant.label}",
+        "lengths": shape.lengths,
+        "head_dim": shape.head_dim,
+        "heads": shape.heads,
+        "dtype": shape.dtype,
+        "block_size": variant.block_size,
+        "budget": variant.budget,
+        "threads": variant.threads,
         "density": density,
-        "speedup_forward": median["theirs_forward"] / median["ours_forward"],
-        "speedup_backward": median["theirs_backward"] / median["ours_backward"],
-        "speedup": speedup,
-        "speedup_spread": (max(ratios) - min(ratios)) / speedup,
-        "efficiency": speedup * density,
-        "useful_gflops": 14 * case.head_dim * hq * pairs / statistics.median(both["ours"]) / 1e9,
-        "memory_mib": memory["ours"] / 2**20,
-        "their_memory_mib": memory["theirs"] / 2**20,
+        "rounds": len(own.forward),
+        **{f"{part}_ms": statistics.median(getattr(own, part)) * 1e3 for part in speedup},
+        **{f"their_{part}_ms": statistics.median(getattr(other, part)) * 1e3 for part in speedup},
+        **{f"speedup_{part}": value for part, value in speedup.items()},
+        "speedup_spread": (max(ratios["both"]) - min(ratios["both"])) / 2 / speedup["both"],
+        **{f"efficiency_{part}": value * density for part, value in speedup.items()},
+        "routing_share": statistics.median(share),
+        "useful_gflops": flops / statistics.median(own.both) / 1e9,
     }
 
 
@@ -250,7 +327,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few cases, some two minutes")
     parser.add_argument("--only", default="", help="only cases whose label contains this")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument(
+        "--json", type=Path, help="write all figures to this file, and a table beside it (.md)"
+    )
     arguments = parser.parse_args()
     cpu = next(b for b in backends() if b.name == "cpu")
     if not cpu.available:
@@ -267,29 +346,61 @@ def main() -> None:
     }
     print(json.dumps(head))
     print(
-        f"{'case':44} {'dens':>6} {'fwd ms':>8} {'bwd ms':>8} {'route':>6} {'speedup':>8} {'+-':>5}"
-        f" {'fwd':>6} {'bwd':>6} {'effic':>6} {'GF/s':>5} {'MiB':>6} {'theirs':>6}"
+        f"{'case':46} {'density':>7} {'fwd ms':>8} {'bwd ms':>8} {'route':>6} {'speedup':>8} {'+-':>4}"
+        f" {'fwd':>5} {'bwd':>5} {'effic':>6} {'GF/s':>5} {'MiB':>6} {'theirs':>6}"
     )
     rows = []
-    for case in cases(arguments.quick):
-        if arguments.only not in case.label:
+    for shape, variants in cases(arguments.quick):
+        wanted = [v for v in variants if arguments.only in f"{shape.label}-{v.label}"]
+        if not wanted:
             continue
-        row = measure(case, arguments.rounds)
-        rows.append(row)
-        print(
-            f"{row['case']:44} {row['density']:6.3f}"
-            f" {row['ours_forward_ms']:8.1f} {row['ours_backward_ms']:8.1f}"
-            f" {row['routing_share']:6.1%} {row['speedup']:8.2f} {row['speedup_spread']:5.0%}"
-            f" {row['speedup_forward'] * row['density']:6.2f} {row['speedup_backward'] * row['density']:6.2f}"
-            f" {row['efficiency']:6.2f} {row['useful_gflops']:5.0f} {row['memory_mib']:6.0f}"
-            f" {row['their_memory_mib']:6.0f}",
-            flush=True,
-        )
+        for row in measure(shape, wanted, arguments.rounds):
+            rows.append(row)
+            print(
+                f"{row['case']:46} {row['density']:7.3f} {row['forward_ms']:8.1f} {row['backward_ms']:8.1f}"
+                f" {row['routing_share']:6.1%} {row['speedup_both']:8.2f} {row['speedup_spread']:4.0%}"
+                f" {row['efficiency_forward']:5.2f} {row['efficiency_backward']:5.2f}"
+                f" {row['efficiency_both']:6.2f} {row['useful_gflops']:5.0f} {row['memory_mib']:6.1f}"
+                f" {row['their_memory_mib']:6.1f}",
+                flush=True,
+            )
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         part = arguments.json.with_suffix(".tmp")
         part.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n", encoding="utf-8")
         part.replace(arguments.json)
+        table = arguments.json.with_suffix(".md")
+        table.write_text(markdown(head, rows), encoding="utf-8")
+
+
+def markdown(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    """Return the figures as a page."""
+    matmul = ", ".join(f"{rate:.0f} GF/s on {n} thread(s)" for n, rate in head["matmul_gflops"].items())
+    lines = [
+        "# Block-sparse attention on CPU beside scaled_dot_product_attention",
+        "",
+        "Made by `python benchmarks/attention.py`, which says what the columns mean.",
+        f"{head['machine']}, {head['cores']} cores, kernels {head['isa']}, torch {head['torch']},"
+        f" {head['date']}; a matrix product of 1024: {matmul}.",
+        "",
+        "| case | density | forward, backward ms | routing | speedup | +- | efficiency (forward, backward)"
+        " | GF/s | MiB, theirs |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['case']} | {r['density']:.3f} | {r['forward_ms']:.1f}, {r['backward_ms']:.1f}"
+        f" | {r['routing_share']:.1%} | {r['speedup_both']:.2f} | {r['speedup_spread']:.0%}"
+        f" | **{r['efficiency_both']:.2f}** ({r['efficiency_forward']:.2f}, {r['efficiency_backward']:.2f})"
+        f" | {r['useful_gflops']:.0f} | {r['memory_mib']:.0f}, {r['their_memory_mib']:.0f} |"
+        for r in rows
+    ]
+    by_case = {r["case"]: r for r in rows}
+    pairs = [(r, by_case.get(name[:-1] + "2")) for name, r in by_case.items() if name.endswith("-t1")]
+    scaling = [(one, two) for one, two in pairs if two is not None]
+    if scaling:
+        lines += ["", "| two threads | times as fast as one |", "|---|---|"]
+        lines += [f"| {one['case'][:-3]} | {one['both_ms'] / two['both_ms']:.2f} |" for one, two in scaling]
+    return "\n".join(lines) + "\n"
 
 
 def processor() -> str:

@@ -31,6 +31,7 @@ struct Problem {
   Dtype dtype;
   float scale;
   int threads;
+  int64_t chunk;  // tokens per task; 0 chooses. Results do not depend on it.
   bool poison;  // fill scratch memory with NaN, to find reads of what nobody wrote
 };
 
@@ -48,7 +49,8 @@ struct Task {
 struct TaskList {
   const Task* tasks;
   int64_t count;
-  int64_t chunk;    // tokens, a multiple of the block size
+  int64_t chunk;    // tokens, whole segments
+  int64_t segment;  // tokens, whole blocks: sums over rows are cut here, whatever the chunk
   int64_t longest;  // most tokens that a task really has
   int64_t width;    // keys of the longest block that occurs, rounded up to 16
   int64_t lists;

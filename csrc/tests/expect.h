@@ -8,14 +8,14 @@ namespace sb {
 inline int failures = 0;
 constexpr int kSkipped = 77;  // CMakeLists.txt tells ctest
 
-#define EXPECT(condition, ...)                                    \
-  do {                                                            \
-    if (!(condition)) {                                           \
-      ++sb::failures;                                             \
-      std::printf("%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-      std::printf("" __VA_ARGS__);                                \
-      std::printf("\n");                                          \
-    }                                                             \
+#define EXPECT(condition, ...)                                   \
+  do {                                                           \
+    if (!(condition)) {                                          \
+      ++sb::failures;                                            \
+      std::printf("%s:%d: %s:", __FILE__, __LINE__, #condition); \
+      std::printf(" " __VA_ARGS__);                              \
+      std::printf("\n");                                         \
+    }                                                            \
   } while (false)
 
 // A fixed sequence of numbers, the same on every machine.

@@ -162,35 +162,56 @@ void TestPacking() {
   const int n = 37, padded = 48, D = 32, ld = 40;
   std::vector<float> x(n * ld), t((padded + kPanel) * D), r(n * D);
   for (int i = 0; i < n * ld; ++i) x[i] = static_cast<float>(i);
-  PackTransposed(x.data(), ld, n, padded, D, t.data());
-  PackRows(x.data(), ld, n, D, 2.0f, r.data());
+  PackTransposed(x.data(), ld, n, padded, D, 3.0f, t.data());
+  PackRows(x.data(), ld, n, D, r.data());
   const int panel = static_cast<int>(HeadPanel(D));
   for (int i = 0; i < padded; ++i)
     for (int d = 0; d < D; ++d) {
-      EXPECT(t[i / kPanel * kPanel * D + d * kPanel + i % kPanel] == (i < n ? x[i * ld + d] : 0),
-             "key %d dim %d", i, d);
+      EXPECT(
+          t[i / kPanel * kPanel * D + d * kPanel + i % kPanel] == (i < n ? 3 * x[i * ld + d] : 0),
+          "key %d dim %d", i, d);
       if (i < n)
-        EXPECT(r[d / panel * panel * n + i * panel + d % panel] == 2 * x[i * ld + d],
-               "row %d dim %d", i, d);
+        EXPECT(r[d / panel * panel * n + i * panel + d % panel] == x[i * ld + d], "row %d dim %d",
+               i, d);
     }
 }
 
-void TestTopBlocksOf(std::vector<float> x, int want) {
-  const int n = static_cast<int>(x.size());
-  std::vector<int> order(x.size());
-  for (int i = 0; i < n; ++i) order[i] = i;
-  const auto rank = [&](int i) { return std::isnan(x[i]) ? -INFINITY : x[i]; };
-  std::sort(order.begin(), order.end(),
-            [&](int i, int j) { return rank(i) != rank(j) ? rank(i) > rank(j) : i > j; });
-  order.resize(static_cast<size_t>(want));
-  std::sort(order.begin(), order.end());
-  std::vector<int16_t> got(static_cast<size_t>(want) + 4, -9);
-  x.resize((x.size() + 15) / 16 * 16, NAN);
-  TopBlocks(x.data(), n, want, got.data());
-  for (int i = 0; i < want; ++i)
-    EXPECT(got[i] == order[i], "n %d want %d: %d is %d not %d", n, want, i, got[i], order[i]);
-  for (int i = want; i < want + 4; ++i)
-    EXPECT(got[i] == -9, "n %d want %d: wrote too many", n, want);
+// Sixteen rows at once: row i holds x rotated by i and chooses among fewer of its values.
+void TestTopBlocksOf(const std::vector<float>& x, int want) {
+  const int n = static_cast<int>(x.size()), ld = 20, words = (n + 63) / 64;
+  std::vector<float> gate(static_cast<size_t>(n) * ld, NAN);
+  float have[16], number[16];
+  std::vector<uint64_t> chosen(static_cast<size_t>(16 * words), ~uint64_t{0});
+  std::vector<std::vector<bool>> expected(16);
+  for (int i = 0; i < 16; ++i) {
+    const int m = i == 15 ? 0 : n - i % 3 * std::min(n / 4, 5), k = std::min(want, m);
+    have[i] = static_cast<float>(m);
+    number[i] = static_cast<float>(k);
+    std::vector<float> row;
+    std::vector<int> order;
+    for (int b = 0; b < m; ++b) {
+      row.push_back(x[static_cast<size_t>((b + i) % n)]);
+      order.push_back(b);
+      gate[static_cast<size_t>(b) * ld + i] = row.back();
+    }
+    const auto rank = [&](int b) { return std::isnan(row[b]) ? -INFINITY : row[b]; };
+    std::sort(order.begin(), order.end(),
+              [&](int a, int b) { return rank(a) != rank(b) ? rank(a) > rank(b) : a > b; });
+    expected[i].assign(static_cast<size_t>(n), false);
+    for (int j = 0; j < k; ++j) expected[i][order[j]] = true;
+  }
+  TopBlocks(gate.data(), ld, n, have, number, chosen.data());
+  for (int i = 0; i < 16; ++i) {
+    std::vector<int16_t> got(static_cast<size_t>(n) + 1, -9);
+    const int16_t* end = WriteBits(chosen.data() + i * words, words, got.data());
+    std::vector<int16_t> sorted;
+    for (int b = 0; b < n; ++b)
+      if (expected[i][b]) sorted.push_back(static_cast<int16_t>(b));
+    EXPECT(end - got.data() == static_cast<int64_t>(sorted.size()), "n %d want %d row %d: %d", n,
+           want, i, static_cast<int>(end - got.data()));
+    got.resize(sorted.size());
+    EXPECT(got == sorted, "n %d want %d row %d", n, want, i);
+  }
 }
 
 void TestTopBlocks() {
@@ -232,8 +253,7 @@ void TestTopBlocks() {
             y = random.Normal();
         }
       }
-      for (const int want : {1, n / 2, n - 1})
-        if (want > 0) TestTopBlocksOf(x, want);
+      for (const int want : {0, 1, n / 2, n - 1, n}) TestTopBlocksOf(x, want);
     }
 }
 

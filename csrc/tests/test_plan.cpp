@@ -107,12 +107,14 @@ void TestCheck() {
          std::string::npos);
 }
 
-void TestIndex() {
-  Case c = MakeCase({100, 0, 33, 250}, 6, 2, 16, std::vector<int32_t>(24), 9);
+void TestIndexOf(const std::vector<int>& lengths, int query_heads, int kv_heads, int threads) {
+  Case c = MakeCase(lengths, query_heads, kv_heads, 16,
+                    std::vector<int32_t>(lengths.size() * static_cast<size_t>(query_heads)), 9);
+  c.problem.threads = threads;
   sb::Random random(7);
   for (int32_t& k : c.budget) k = 1 + random.Below(9);
   const Problem& p = Bind(c);
-  const int64_t width = p.max_budget - 1, group = 3;
+  const int64_t width = p.max_budget - 1, group = p.query_heads / p.kv_heads;
   std::vector<int16_t> selection(static_cast<size_t>(p.query_heads * p.tokens * width), -1);
   std::vector<std::vector<int32_t>> want;
   for (int64_t n = 0; n < p.sequences; ++n) {
@@ -147,17 +149,32 @@ void TestIndex() {
            "list %zu", i);
   for (size_t i = want.size(); i + 1 < lists.size(); ++i)
     EXPECT(lists[i + 1] == lists[i], "a list too many");
+  sb::CheckIndex(p, lists.data(), rows.data());
 
-  selection[(static_cast<size_t>(p.tokens) - 1) * width] =
-      32000;  // names a block that is not there
-  c.budget[3 * p.query_heads] = 2;
-  bool refused = false;
-  try {
-    sb::Index(p, selection.data(), lists.data(), rows.data());
-  } catch (const std::invalid_argument&) {
-    refused = true;
+  // The last row of the first head names a block that is not there, a negative one, or one twice.
+  int16_t* last = selection.data() + (static_cast<size_t>(p.tokens) - 1) * width;
+  c.budget[(lengths.size() - 1) * static_cast<size_t>(query_heads)] = 3;
+  const int16_t wrong[][2] = {{0, 32000}, {-1, 0}, {1, 1}, {1, 0}};
+  for (const auto& blocks : wrong) {
+    std::copy(blocks, blocks + 2, last);
+    bool refused = false;
+    try {
+      sb::Index(p, selection.data(), lists.data(), rows.data());
+    } catch (const std::invalid_argument&) {
+      refused = true;
+    }
+    EXPECT(refused, "a wrong selection was taken: %d, %d", blocks[0], blocks[1]);
   }
-  EXPECT(refused, "a wrong selection was taken");
+}
+
+void TestIndex() {
+  TestIndexOf({100, 0, 33, 250}, 6, 2, 2);
+  // So many rows that several threads share them, in one head or in many sequences.
+  for (const int threads : {1, 2, 3, 8}) {
+    TestIndexOf({2500}, 8, 1, threads);
+    TestIndexOf({1200, 1, 300}, 14, 2, threads);
+    TestIndexOf(std::vector<int>(60, 150), 4, 2, threads);
+  }
 }
 
 void TestDispatch() {

@@ -129,6 +129,44 @@ def after_fork() -> dict[str, object]:
     return {"answer": answer}
 
 
+class Attended(torch.utils.data.Dataset[object]):
+    """Attention computed by whoever loads the item."""
+
+    def __getitem__(self, seed: int) -> object:
+        from moba_cases import Case, make_inputs, run
+
+        case = Case((700, 300), (4, 2), 32, 32, budgets=(3, 2), seed=seed)
+        return run(case, make_inputs(case))
+
+    def __len__(self) -> int:
+        return 4
+
+
+def loader_workers() -> dict[str, object]:
+    torch.set_num_threads(2)
+    want = [Attended()[seed] for seed in range(4)]  # with the threads that the workers will not have
+    loader = torch.utils.data.DataLoader(
+        Attended(), batch_size=None, num_workers=2, timeout=30, multiprocessing_context="fork"
+    )
+    pairs = [pair for got, ours in zip(loader, want, strict=True) for pair in zip(got, ours, strict=True)]
+    return {"compared": len(pairs), "same": all(torch.equal(*pair) for pair in pairs)}
+
+
+def more_threads_than_cores() -> dict[str, object]:
+    from moba_cases import Case, make_inputs, run
+
+    same = []
+    for lengths in ((3000, 70), (30,)):  # many tasks, and fewer than threads
+        case = Case(lengths, (2, 1), 32, 32, budgets=(4, 1)[: len(lengths)])
+        x = make_inputs(case)
+        torch.set_num_threads(1)
+        want = run(case, x)
+        torch.set_num_threads(16)
+        for _ in range(3):
+            same += [torch.equal(*pair) for pair in zip(run(case, x), want, strict=True)]
+    return {"compared": len(same), "same": all(same)}
+
+
 def scratch_that_does_not_fit() -> dict[str, object]:
     tokens = 1 << 16
     q, k, v = (torch.zeros(tokens, 1, 32) for _ in range(3))
@@ -174,6 +212,8 @@ CHECKS = {
     "broken": lambda: package_with_foreign_library(b"\x7fELF sb_lightning attention schema 1;"),
     "no_library": no_library,
     "after_fork": after_fork,
+    "loader_workers": loader_workers,
+    "more_threads_than_cores": more_threads_than_cores,
     "scratch": scratch_that_does_not_fit,
     "peak_memory": peak_memory,
 }

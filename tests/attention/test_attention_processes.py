@@ -91,6 +91,14 @@ def test_forked_child_does_not_hang(results):
     assert results["after_fork"] == {"answer": "same"}
 
 
+def test_workers_of_a_data_loader_do_not_hang(results):
+    assert results["loader_workers"] == {"compared": 20, "same": True}
+
+
+def test_more_threads_than_cores_and_than_tasks(results):
+    assert results["more_threads_than_cores"] == {"compared": 30, "same": True}
+
+
 def test_scratch_that_does_not_fit_raises(results):
     assert "no memory for the scratch space" in results["scratch"]["error"]
 

@@ -54,22 +54,29 @@ void BackwardTask(const Problem& p, const TaskList& list, const Task& task,
                 row1 = t1 * G;
   for (int64_t r = row0; r < row1; ++r) {
     const int64_t t = hd.Token(r), h = hd.QueryHead(r, t), at = h * p.tokens + hd.start + t;
+    if (r + kAhead < row1) {
+      PrefetchRow(hd.Row(in.dout, r + kAhead), D);
+      PrefetchRow(hd.Row(in.out, r + kAhead), D);
+    }
     const float delta = Dot(in.dout.Row(hd.start + t, h), in.out.Row(hd.start + t, h), D);
-    x.delta[r - row0] = in.dlse == nullptr ? delta : delta - in.dlse[at];
+    x.delta[r - row0] = p.scale * (in.dlse == nullptr ? delta : delta - in.dlse[at]);
     x.lse2[r - row0] = in.lse[at] * kLog2e;
   }
   std::memset(x.dq, 0, static_cast<size_t>((row1 - row0) * D) * 4);
+  Visitors next(hd, task, 0, row0, row1, in.lists, in.rows);
   for (int64_t b = 0; b * B < t1; ++b) {
-    const Visitors visitors(hd, task, b, row0, row1, in.lists, in.rows);
+    const Visitors visitors = next;
+    next = Visitors(hd, task, b + 1, row0, row1, in.lists, in.rows);
     const bool diagonal = b * B >= t0, last = t1 == hd.len;
     const int keys = static_cast<int>(hd.BlockKeys(b));
     const int64_t kv = ((hd.start + b * B) * p.kv_heads + hd.kv) * D;
     if (visitors.count > 0 || diagonal) {
-      const E* k = in.k.Row(hd.start + b * B, hd.kv);
-      PackTransposed(k, in.k.token, keys, RoundUp(keys, kPanel), D, x.kt);
-      PackTransposed(in.v.Row(hd.start + b * B, hd.kv), in.v.token, keys, RoundUp(keys, kPanel), D,
-                     x.vt);
-      PackRows(k, in.k.token, keys, D, p.scale, x.k);
+      const E *k = in.k.Row(hd.start + b * B, hd.kv), *v = in.v.Row(hd.start + b * B, hd.kv);
+      const int64_t padded = RoundUp(keys, kPanel);
+      PackTransposed(k, in.k.token, keys, padded, D, p.scale * kLog2e, x.kt);
+      // With the scale in V (and in delta) it is in dS, and so in dQ and dK.
+      PackTransposed(v, in.v.token, keys, padded, D, p.scale, x.vt);
+      PackRows(k, in.k.token, keys, D, x.k);
     }
     int64_t* turn = in.turns + task.list + b;
     const int64_t mine = t0 / list.chunk - b * B / list.chunk;
@@ -79,47 +86,49 @@ void BackwardTask(const Problem& p, const TaskList& list, const Task& task,
         std::memset(in.dk_sum + kv + i * ldkv, 0, static_cast<size_t>(D) * 4);
         std::memset(in.dv_sum + kv + i * ldkv, 0, static_cast<size_t>(D) * 4);
       }
-    ForTiles(hd, b, visitors, diagonal,
-             [&](const int32_t* r, int M, const int32_t* ahead, int num_ahead, bool causal) {
-               const int cols = causal ? static_cast<int>(hd.Token(r[M - 1]) - b * B + 1) : keys;
-               for (int i = 0; i < M; ++i) {
-                 const int64_t t = hd.Token(r[i]), h = hd.QueryHead(r[i], t);
-                 x.rows[i] = static_cast<int32_t>(r[i] - row0);
-                 LoadRow(in.q.Row(hd.start + t, h), x.q + i * x.ldq, D, p.scale * kLog2e);
-                 LoadRow(in.dout.Row(hd.start + t, h), x.dout + i * x.ldq, D, 1.0f);
-               }
-               Gemm<false, Update::kSet>(M, cols, d, x.q, x.ldq, x.kt, kPanel, D * kPanel, x.s,
-                                         x.lds);
-               Gemm<false, Update::kSet>(M, cols, d, x.dout, x.ldq, x.vt, kPanel, D * kPanel, x.dp,
-                                         x.lds);
-               for (int i = 0; i < M; ++i) {
-                 const int valid = causal ? static_cast<int>(hd.Token(r[i]) - b * B + 1) : cols;
-                 PrefetchRow(x.dq + static_cast<int64_t>(x.rows[i]) * D, D);
-                 if (i < num_ahead) {
-                   const int64_t t = hd.Token(ahead[i]), h = hd.QueryHead(ahead[i], t);
-                   PrefetchRow(in.q.Row(hd.start + t, h), D);
-                   PrefetchRow(in.dout.Row(hd.start + t, h), D);
-                 }
-                 GradRow(x.s + i * x.lds, x.dp + i * x.lds, valid, cols, x.lse2[x.rows[i]],
-                         x.delta[x.rows[i]]);
-               }
-               Gemm<false, Update::kAddRows>(M, d, cols, x.dp, x.lds, x.k, panel, keys * panel,
-                                             x.dq, D, x.rows);
-               Gemm<true, Update::kAdd>(cols, d, M, x.s, x.lds, x.dout, x.ldq, panel,
-                                        in.dv_sum + kv, ldkv);
-               Gemm<true, Update::kAdd>(cols, d, M, x.dp, x.lds, x.q, x.ldq, panel, in.dk_sum + kv,
-                                        ldkv);
-             });
-    if (last)  // q in the tile carries scale * log2(e)
+    ForTiles(hd, b, visitors, next, diagonal, list.segment * G, [&](const Tile& tile) {
+      const int M = tile.count;
+      const auto valid = [&](int i) {  // keys that row i of the tile attends
+        return tile.causal ? static_cast<int>(hd.Token(tile.rows[i]) - b * B + 1) : keys;
+      };
+      for (int i = 0; i < M; ++i) {
+        const int64_t t = hd.Token(tile.rows[i]), h = hd.QueryHead(tile.rows[i], t);
+        x.rows[i] = static_cast<int32_t>(tile.rows[i] - row0);
+        LoadRow(in.q.Row(hd.start + t, h), x.q + i * x.ldq, D);
+        LoadRow(in.dout.Row(hd.start + t, h), x.dout + i * x.ldq, D);
+      }
+      const int cols = valid(M - 1);
+      Gemm<false, Update::kSet>(M, cols, d, x.q, x.ldq, x.kt, kPanel, D * kPanel, x.s, x.lds);
+      Gemm<false, Update::kSet>(M, cols, d, x.dout, x.ldq, x.vt, kPanel, D * kPanel, x.dp, x.lds);
+      for (int i = 0; i < tile.num_ahead; ++i) {
+        const int64_t t = hd.Token(tile.ahead[i]), h = hd.QueryHead(tile.ahead[i], t);
+        PrefetchRow(in.q.Row(hd.start + t, h), D);
+        PrefetchRow(in.dout.Row(hd.start + t, h), D);
+      }
+      for (int i = 0; i < M; ++i) {
+        PrefetchRow(x.dq + static_cast<int64_t>(x.rows[i]) * D, D);
+        GradRow(x.s + i * x.lds, x.dp + i * x.lds, valid(i), cols, x.lse2[x.rows[i]],
+                x.delta[x.rows[i]]);
+      }
+      Gemm<false, Update::kAddRows>(M, d, cols, x.dp, x.lds, x.k, panel, keys * panel, x.dq, D,
+                                    x.rows);
+      Gemm<true, Update::kAdd>(cols, d, M, x.s, x.lds, x.dout, x.ldq, panel, in.dv_sum + kv, ldkv);
+      Gemm<true, Update::kAdd>(cols, d, M, x.dp, x.lds, x.q, x.ldq, panel, in.dk_sum + kv, ldkv);
+    });
+    if (last && sizeof(E) != sizeof(float))
       for (int i = 0; i < keys; ++i) {
-        StoreRow(in.dk_sum + kv + i * ldkv, in.dk + kv + i * ldkv, D, kLn2);
+        StoreRow(in.dk_sum + kv + i * ldkv, in.dk + kv + i * ldkv, D, 1.0f);
         StoreRow(in.dv_sum + kv + i * ldkv, in.dv + kv + i * ldkv, D, 1.0f);
       }
     __atomic_store_n(turn, mine + 1, __ATOMIC_RELEASE);
   }
+  const auto result = [&](int64_t r) {
+    const int64_t t = hd.Token(r);
+    return in.dq + ((hd.start + t) * p.query_heads + hd.QueryHead(r, t)) * D;
+  };
   for (int64_t r = row0; r < row1; ++r) {
-    const int64_t t = hd.Token(r), h = hd.QueryHead(r, t);
-    StoreRow(x.dq + (r - row0) * D, in.dq + ((hd.start + t) * p.query_heads + h) * D, D, 1.0f);
+    if (r + kAhead < row1) PrefetchForWrite(result(r + kAhead), D);
+    StoreRow(x.dq + (r - row0) * D, result(r), D, 1.0f);
   }
 }
 

@@ -42,41 +42,49 @@ void ForwardTask(const Problem& p, const TaskList& list, const Task& task, Tenso
   std::memset(x.o, 0, static_cast<size_t>((row1 - row0) * D) * 4);
   for (int64_t r = 0; r < row1 - row0; ++r) x.max[r] = kLowest;
   std::memset(x.sum, 0, static_cast<size_t>(row1 - row0) * 4);
+  Visitors next(hd, task, 0, row0, row1, lists, rows);
   for (int64_t b = 0; b * B < t1; ++b) {
-    const Visitors visitors(hd, task, b, row0, row1, lists, rows);
+    const Visitors visitors = next;
+    next = Visitors(hd, task, b + 1, row0, row1, lists, rows);
     const bool diagonal = b * B >= t0;
     if (visitors.count == 0 && !diagonal) continue;
     const int keys = static_cast<int>(hd.BlockKeys(b));
-    PackTransposed(k.Row(hd.start + b * B, hd.kv), k.token, keys, RoundUp(keys, kPanel), D, x.kt);
-    PackRows(v.Row(hd.start + b * B, hd.kv), v.token, keys, D, 1.0f, x.v);
-    ForTiles(
-        hd, b, visitors, diagonal,
-        [&](const int32_t* r, int M, const int32_t* ahead, int num_ahead, bool causal) {
-          for (int i = 0; i < M; ++i) {
-            x.rows[i] = static_cast<int32_t>(r[i] - row0);
-            LoadRow(hd.Row(q, r[i]), x.q + i * x.ldq, D, p.scale * kLog2e);
-          }
-          const int cols = causal ? static_cast<int>(hd.Token(r[M - 1]) - b * B + 1) : keys;
-          Gemm<false, Update::kSet>(M, cols, d, x.q, x.ldq, x.kt, kPanel, D * kPanel, x.s, x.lds);
-          const int cols16 = (cols + 15) & ~15;
-          for (int i0 = 0; i0 < M; i0 += 16) {
-            const int n = Smaller(16, M - i0);
-            for (int i = i0; i < i0 + n; ++i) {
-              if (causal)
-                FillTail(x.s + i * x.lds, static_cast<int>(hd.Token(r[i]) - b * B + 1), cols16,
-                         kNegInf);
-              if (i < num_ahead) PrefetchRow(hd.Row(q, ahead[i]), D);
-              PrefetchRow(x.o + static_cast<int64_t>(x.rows[i]) * D, D);
-            }
-            Softmax16(x.s + i0 * x.lds, x.lds, n, cols16, x.rows + i0, x.max, x.sum, x.alpha + i0);
-          }
-          Gemm<false, Update::kScaleAddRows>(M, d, cols, x.s, x.lds, x.v, panel, keys * panel, x.o,
-                                             D, x.rows, x.alpha);
-        });
+    PackTransposed(k.Row(hd.start + b * B, hd.kv), k.token, keys, RoundUp(keys, kPanel), D,
+                   p.scale * kLog2e, x.kt);
+    PackRows(v.Row(hd.start + b * B, hd.kv), v.token, keys, D, x.v);
+    ForTiles(hd, b, visitors, next, diagonal, int64_t{1} << 31, [&](const Tile& tile) {
+      const int M = tile.count;
+      for (int i = 0; i < M; ++i) {
+        x.rows[i] = static_cast<int32_t>(tile.rows[i] - row0);
+        LoadRow(hd.Row(q, tile.rows[i]), x.q + i * x.ldq, D);
+      }
+      const auto valid = [&](int i) {  // keys that row i of a causal tile attends
+        return static_cast<int>(hd.Token(tile.rows[i]) - b * B + 1);
+      };
+      const int cols = tile.causal ? valid(M - 1) : keys;
+      Gemm<false, Update::kSet>(M, cols, d, x.q, x.ldq, x.kt, kPanel, D * kPanel, x.s, x.lds);
+      const int cols16 = (cols + 15) & ~15;
+      for (int i = 0; i < tile.num_ahead; ++i) PrefetchRow(hd.Row(q, tile.ahead[i]), D);
+      for (int i0 = 0; i0 < M; i0 += 16) {
+        const int n = Smaller(16, M - i0);
+        for (int i = i0; i < i0 + n; ++i) {
+          if (tile.causal) FillTail(x.s + i * x.lds, valid(i), cols16, kNegInf);
+          PrefetchRow(x.o + static_cast<int64_t>(x.rows[i]) * D, D);
+        }
+        Softmax16(x.s + i0 * x.lds, x.lds, n, cols16, x.rows + i0, x.max, x.sum, x.alpha + i0);
+      }
+      Gemm<false, Update::kScaleAddRows>(M, d, cols, x.s, x.lds, x.v, panel, keys * panel, x.o, D,
+                                         x.rows, x.alpha);
+    });
   }
+  const auto result = [&](int64_t r) {
+    const int64_t t = hd.Token(r);
+    return out + ((hd.start + t) * p.query_heads + hd.QueryHead(r, t)) * D;
+  };
   for (int64_t r = row0; r < row1; ++r) {
     const int64_t t = hd.Token(r), h = hd.QueryHead(r, t), i = r - row0;
-    StoreRow(x.o + i * D, out + ((hd.start + t) * p.query_heads + h) * D, D, 1.0f / x.sum[i]);
+    if (r + kAhead < row1) PrefetchForWrite(result(r + kAhead), D);
+    StoreRow(x.o + i * D, result(r), D, 1.0f / x.sum[i]);
     lse[h * p.tokens + hd.start + t] = (x.max[i] + log2f(x.sum[i])) * kLn2;
   }
 }

@@ -8,12 +8,16 @@ namespace {
 int64_t Length(const Problem& p, int64_t n) { return p.cu_seqlens[n + 1] - p.cu_seqlens[n]; }
 int64_t RoundUp(int64_t n, int64_t m) { return (n + m - 1) / m * m; }
 
-// Long enough that packing a block pays (some 4,000 gathered rows), short enough that several
-// threads find work.
-int64_t ChooseChunk(const Problem& p) {
-  const int64_t group = p.query_heads / p.kv_heads;
-  const int64_t most = std::clamp<int64_t>(8192 / group, 256, 2048);
-  return std::clamp<int64_t>(p.tokens * p.kv_heads / 16, 256, most);
+// Long enough that packing a block pays (thousands of gathered rows), short enough that the chunk's
+// sums stay in L2 and that every thread finds several tasks. A backward task does more per packed
+// block and waits for its turn, so its chunk is longer.
+int64_t ChooseChunk(const Problem& p, Order order) {
+  if (p.chunk > 0) return p.chunk;
+  const bool turns = order == Order::kAscending;
+  const int64_t group = p.query_heads / p.kv_heads, rows = turns ? 16384 : 8192;
+  const int64_t most = std::clamp<int64_t>(rows / group, 256, rows / 4);
+  const int64_t tasks = (turns ? 4 : 8) * std::max(p.threads, 1);
+  return std::clamp<int64_t>(p.tokens * p.kv_heads / tasks, 256, most);
 }
 
 }  // namespace
@@ -32,7 +36,10 @@ Plan MakePlan(const Problem& p, Order order, int64_t chunk, bool with_means) {
   Plan plan;
   TaskList& list = plan.task_list;
   MeanList& means = plan.mean_list;
-  list.chunk = RoundUp(chunk > 0 ? chunk : ChooseChunk(p), p.block_size);
+  const int64_t segment = std::clamp<int64_t>(2048 * p.kv_heads / p.query_heads, 256, 2048);
+  list.segment = RoundUp(segment, p.block_size);
+  list.chunk = RoundUp(chunk > 0 ? chunk : ChooseChunk(p, order),
+                       order == Order::kAscending ? list.segment : p.block_size);
   for (int64_t n = 0; n < p.sequences; ++n) {
     const int64_t length = Length(p, n), blocks = NumBlocks(p, n);
     list.longest = std::max(list.longest, std::min(list.chunk, length));

@@ -1,5 +1,5 @@
-// How the work is cut: a function of the shapes alone, so that results do not depend on the number
-// of threads.
+// How the work is cut into chunks for the threads. Results do not depend on that: sums over keys
+// are cut at blocks, sums over rows at segments, and both follow from the shapes alone.
 #pragma once
 
 #include <vector>

@@ -11,87 +11,124 @@ namespace sb {
 namespace SB_ISA {
 namespace {
 
-// Writes the `want` highest of x[0, n) as ascending indices, 0 < want < n; ties keep the later
-// index, NaN and -inf rank last. x has room up to a multiple of 16. Bisection on the value: no
-// sort, no data-dependent branch per element.
-inline void TopBlocks(float* x, int n, int want, int16_t* out) {
-  const int vectors = (n + 15) / 16;
+// For 16 rows at once: which blocks have the row's `want` highest logits. x[n, 16] (row stride ld)
+// holds block b's logits in row b; row i of the 16 may choose among the first have[i] <= n blocks,
+// 0 <= want[i] <= have[i]. Ties keep the later block, NaN and -inf rank last. chosen[16, words]
+// with words = ceil(n / 64): bit b % 64 of word b / 64 is block b. x is overwritten.
+//
+// Bisection on the value, all rows together: no sort, no data-dependent branch per element.
+inline void TopBlocks(float* x, int64_t ld, int n, const float* have, const float* want,
+                      uint64_t* chosen) {
   const float lowest = -0x1.fffffcp127f;  // the next above -FLT_MAX
-  Vec vmin = Set1(FLT_MAX), vmax = Set1(lowest);
-  for (int v = 0; v < vectors; ++v) {
-    const Mask valid = FirstLanes(n - 16 * v);
-    // Finite, so that halving works. Max gives its second operand where the first is NaN.
-    const Vec y = Min(Max(Load(x + 16 * v), Set1(lowest)), Set1(FLT_MAX));
-    Store(x + 16 * v, Select(valid, y, Set1(kNegInf)));
-    vmin = Min(vmin, Select(valid, y, Set1(FLT_MAX)));
-    vmax = Max(vmax, Select(valid, y, Set1(lowest)));
+  const Vec num = Load(have), target = Load(want);
+  Vec lo = Set1(FLT_MAX), hi = Set1(lowest);
+  int all = n;  // the first blocks that every row may choose
+  for (int i = 0; i < 16; ++i) all = Smaller(all, static_cast<int>(have[i]));
+  // Finite, so that halving works. Max gives its second operand where the first is NaN.
+  const auto finite = [=](int b) {
+    return Min(Max(Load(x + b * ld), Set1(lowest)), Set1(FLT_MAX));
+  };
+  for (int b = 0; b < all; ++b) {
+    const Vec y = finite(b);
+    Store(x + b * ld, y);
+    lo = Min(lo, y);
+    hi = Max(hi, y);
   }
-  float lo = ReduceMin(vmin), hi = ReduceMax(vmax);
+  for (int b = all; b < n; ++b) {
+    const Mask valid = Greater(num, Set1(static_cast<float>(b)));
+    const Vec y = finite(b);
+    Store(x + b * ld, Select(valid, y, Set1(kNegInf)));
+    lo = Min(lo, Select(valid, y, Set1(FLT_MAX)));
+    hi = Max(hi, Select(valid, y, Set1(lowest)));
+  }
   // A normal number below all values, even where denormals are flushed to zero.
-  lo = Larger(-FLT_MAX, lo - Larger(fabsf(lo) * 1e-6f, FLT_MIN));
-  // Invariant: more than `want` values are above lo, at most `want` (namely `above`) are above hi.
-  int above = 0;
+  const Vec margin = Max(Mul(Max(lo, Sub(Zero(), lo)), Set1(1e-6f)), Set1(FLT_MIN));
+  lo = Max(Set1(-FLT_MAX), Sub(lo, margin));
+  // Invariant: `above` <= want values are above hi; where above < want, more than want are above
+  // lo.
+  const Mask some = Greater(num, target);
+  hi = Select(some, hi, lo);
+  Vec above = Select(some, Zero(), target);
   while (true) {
-    const float mid = 0.5f * lo + 0.5f * hi;
-    if (!(mid > lo && mid < hi)) break;
-    const Vec m = Set1(mid);
-    int count = 0;
-    for (int v = 0; v < vectors; ++v) count += __builtin_popcount(GreaterBits(Load(x + 16 * v), m));
-    if (count > want) {
-      lo = mid;
-    } else {
-      hi = mid;
-      above = count;
-      if (count == want) break;
-    }
+    const Vec mid = Fma(Set1(0.5f), lo, Mul(Set1(0.5f), hi));
+    if ((GreaterBits(target, above) & GreaterBits(mid, lo) & GreaterBits(hi, mid)) == 0) break;
+    Vec count[4] = {Zero(), Zero(), Zero(), Zero()};
+    int b = 0;
+    for (; b + 4 <= n; b += 4)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i)
+        count[i] = AddWhere(Greater(Load(x + (b + i) * ld), mid), count[i], Set1(1.0f));
+    for (; b < n; ++b) count[0] = AddWhere(Greater(Load(x + b * ld), mid), count[0], Set1(1.0f));
+    const Vec total = Add(Add(count[0], count[1]), Add(count[2], count[3]));
+    // Rows that are done already stay so: between their lo and hi the count is never below want.
+    const Mask too_many = Greater(total, target);
+    lo = Select(too_many, mid, lo);
+    hi = Select(too_many, hi, mid);
+    above = Select(too_many, above, total);
   }
-  // Between lo and hi all values are equal: of those keep the last.
-  const int ties = want - above;
-  const Vec vlo = Set1(lo), vhi = Set1(hi);
-  int skip = -want;
-  if (ties > 0)
-    for (int v = 0; v < vectors; ++v)
-      skip += __builtin_popcount(GreaterBits(Load(x + 16 * v), vlo));
-  for (int v = 0; v < vectors; ++v) {
-    const Vec y = Load(x + 16 * v);
-    uint32_t keep = GreaterBits(y, vhi);
-    if (ties > 0) {
-      uint32_t equal = GreaterBits(y, vlo) & ~keep;
-      for (; skip > 0 && equal != 0; --skip) equal &= equal - 1;
-      keep |= equal;
+  const int words = (n + 63) / 64;
+  for (int i = 0; i < 16 * words; ++i) chosen[i] = 0;
+  for (int b0 = 0; b0 < n; b0 += 16) {
+    // 16 bits of every row as a sum of powers of two.
+    Vec sum = Zero();
+    for (int b = b0; b < Smaller(n, b0 + 16); ++b)
+      sum = AddWhere(Greater(Load(x + b * ld), hi), sum, Set1(static_cast<float>(1 << (b - b0))));
+    alignas(64) float bits[16];
+    Store(bits, sum);
+    for (int i = 0; i < 16; ++i)
+      chosen[i * words + b0 / 64] |= static_cast<uint64_t>(bits[i]) << (b0 % 64);
+  }
+  const uint32_t tied = GreaterBits(target, above);
+  if (tied == 0) return;
+  alignas(64) float least[16], most[16], sure[16];
+  Store(least, lo);
+  Store(most, hi);
+  Store(sure, above);
+  for (int i = 0; i < 16; ++i) {
+    if ((tied >> i & 1) == 0) continue;
+    // Between lo and hi all values are equal: of those keep the last.
+    int ties = static_cast<int>(want[i] - sure[i]);
+    for (int b = static_cast<int>(have[i]) - 1; ties > 0 && b >= 0; --b) {
+      const float y = x[b * ld + i];
+      if (!(y > least[i]) || y > most[i]) continue;
+      chosen[i * words + b / 64] |= uint64_t{1} << (b % 64);
+      --ties;
     }
-    for (; keep != 0; keep &= keep - 1) *out++ = static_cast<int16_t>(16 * v + __builtin_ctz(keep));
   }
 }
 
+// Writes the positions of the set bits, ascending.
+inline int16_t* WriteBits(const uint64_t* words, int64_t num_words, int16_t* out) {
+  for (int64_t w = 0; w < num_words; ++w)
+    for (uint64_t bits = words[w]; bits != 0; bits &= bits - 1)
+      *out++ = static_cast<int16_t>(64 * w + __builtin_ctzll(bits));
+  return out;
+}
+
+constexpr int kGateRows = kPanel;  // query rows whose logits are computed together
+constexpr int64_t kGateStride = kGateRows + 16;
+
 struct SelectScratch {
-  SelectScratch(char* base, int64_t D, int64_t longest)
-      : ldq(D + 16), ldg(longest + 16), carver(base) {
-    q = carver.Take<float>(kTileRows * ldq);
-    gate = carver.Take<float>(kTileRows * ldg);
-    mean = carver.Take<float>(16 * D);
+  SelectScratch(char* base, int64_t D, int64_t longest) : carver(base) {
+    q = carver.Take<float>(kGateRows * D);
+    gate = carver.Take<float>(longest * kGateStride);
+    chosen = carver.Take<uint64_t>(16 * ((longest + 63) / 64));
   }
-  int64_t ldq, ldg;
   Carver carver;
-  float *q, *gate, *mean;
+  float *q, *gate;
+  uint64_t* chosen;
 };
 
-// means: panels of kPanel columns [D][kPanel], as PackTransposed makes them.
+// means: [columns, D].
 template <class E>
-void MeanOfBlocks(const Problem& p, const MeanTask& task, Tensor<E> k, float* means,
-                  const SelectScratch& x) {
+void MeanOfBlocks(const Problem& p, const MeanTask& task, Tensor<E> k, float* means) {
   const Head hd(p, task.sequence, task.head);
   const int64_t D = p.head_dim;
-  std::memset(x.mean, 0, static_cast<size_t>(16 * D) * 4);
+  float* mean = means + task.out * D;
+  std::memset(mean, 0, static_cast<size_t>(task.count * D) * 4);
   for (int64_t i = 0; i < task.count; ++i)
     for (int64_t t = (task.block + i) * hd.B; t < (task.block + i + 1) * hd.B; ++t)
-      AddRow(x.mean + i * D, k.Row(hd.start + t, hd.kv), D, 1.0f / static_cast<float>(hd.B));
-  Vec r[16];
-  for (int64_t d0 = 0; d0 < D; d0 += 16) {
-    for (int i = 0; i < 16; ++i) r[i] = Load(x.mean + i * D + d0);
-    Transpose16(r, means + task.out / kPanel * kPanel * D + task.out % kPanel + d0 * kPanel,
-                kPanel);
-  }
+      AddRow(mean + i * D, k.Row(hd.start + t, hd.kv), D, 1.0f / static_cast<float>(hd.B));
 }
 
 template <class E>
@@ -103,24 +140,46 @@ void SelectTask(const Problem& p, const TaskList& list, const Task& task, Tensor
   const int32_t* budget = p.budget + task.sequence * p.query_heads + hd.kv * G;
   int64_t least = budget[0];
   for (int64_t g = 1; g < G; ++g) least = Smaller<int64_t>(least, budget[g]);
-  for (int64_t row0 = task.begin * G; row0 < end; row0 += kTileRows) {
-    const int M = static_cast<int>(Smaller<int64_t>(kTileRows, end - row0));
+  int64_t block = task.begin / hd.B;
+  for (int64_t row0 = task.begin * G; row0 < end; row0 += kGateRows) {
+    const int M = static_cast<int>(Smaller<int64_t>(kGateRows, end - row0));
     const int64_t past = hd.Token(row0 + M - 1) / hd.B;
-    if (past > least - 1) {
-      for (int i = 0; i < M; ++i) LoadRow(hd.Row(q, row0 + i), x.q + i * x.ldq, D, 1.0f);
-      Gemm<false, Update::kSet>(M, static_cast<int>(past), static_cast<int>(D), x.q, x.ldq,
-                                means + task.means * D, kPanel, D * kPanel, x.gate, x.ldg);
+    const bool choice = past > least - 1;
+    if (choice) {
+      PackTransposed([&](int64_t i) { return hd.Row(q, row0 + i); }, M, RoundUp(M, 16), D, 1.0f,
+                     x.q);
+      for (int64_t row = row0 + M; row < Smaller(end, row0 + 2 * M); ++row)
+        PrefetchRow(hd.Row(q, row), D);
+      Gemm<false, Update::kSet>(static_cast<int>(past), M, static_cast<int>(D),
+                                means + task.means * D, D, x.q, kPanel, D * kPanel, x.gate,
+                                kGateStride);
     }
-    for (int i = 0; i < M; ++i) {
-      const int64_t t = hd.Token(row0 + i), h = hd.QueryHead(row0 + i, t);
-      const int have = static_cast<int>(t / hd.B);
-      const int want = static_cast<int>(Smaller<int64_t>(have, budget[h - hd.kv * G] - 1));
-      int16_t* out = selection + (h * p.tokens + hd.start + t) * width;
-      if (want == have)
-        for (int j = 0; j < want; ++j) out[j] = static_cast<int16_t>(j);
-      else if (want > 0)
-        TopBlocks(x.gate + i * x.ldg, have, want, out);
-      for (int64_t j = want; j < width; ++j) out[j] = -1;
+    for (int i0 = 0; i0 < M; i0 += 16) {
+      const int n = Smaller(16, M - i0);
+      alignas(64) float have[16] = {}, want[16] = {};
+      int16_t* out[16];
+      bool chooses = false;
+      for (int i = 0; i < n; ++i) {
+        const int64_t row = row0 + i0 + i, t = hd.Token(row), h = hd.QueryHead(row, t);
+        while (t >= (block + 1) * hd.B) ++block;
+        const int64_t k = Smaller<int64_t>(block, budget[h - hd.kv * G] - 1);
+        have[i] = static_cast<float>(block);
+        want[i] = static_cast<float>(k);
+        out[i] = selection + (h * p.tokens + hd.start + t) * width;
+        chooses = chooses || (0 < k && k < block);
+      }
+      const int64_t words = (block + 63) / 64;
+      if (chooses)
+        TopBlocks(x.gate + i0, kGateStride, static_cast<int>(block), have, want, x.chosen);
+      for (int i = 0; i < n; ++i) {
+        int16_t *next = out[i], *const stop = out[i] + width;
+        if (chooses) {
+          next = WriteBits(x.chosen + i * words, words, next);
+        } else {
+          for (int j = 0; j < static_cast<int>(want[i]); ++j) *next++ = static_cast<int16_t>(j);
+        }
+        while (next < stop) *next++ = -1;
+      }
     }
   }
 }
@@ -136,9 +195,8 @@ int Select(const Problem& p, const TaskList& list, const MeanList& mean_list, Vi
   if (!scratch.ok()) return kOutOfMemory;
   float* means = Carver(scratch.data()).Take<float>(mean_list.columns * D);
   char* own = scratch.data() + shared.bytes();
-  ForEachTask(threads, mean_list.count, [&](int thread, int64_t i) {
-    const SelectScratch x(own + thread * bytes, D, mean_list.longest);
-    MeanOfBlocks<E>(p, mean_list.tasks[i], Tensor<E>(k), means, x);
+  ForEachTask(threads, mean_list.count, [&](int /*thread*/, int64_t i) {
+    MeanOfBlocks<E>(p, mean_list.tasks[i], Tensor<E>(k), means);
   });
   ForEachTask(threads, list.count, [&](int thread, int64_t i) {
     const SelectScratch x(own + thread * bytes, D, mean_list.longest);

@@ -96,6 +96,14 @@ inline Mask FirstLanes(int n) {  // lanes [0, n); any n
 inline Vec Select(Mask m, Vec yes, Vec no) {
   return Each([&](int i) { return reg::Select(m.part[i], yes.part[i], no.part[i]); });
 }
+inline Mask Greater(Vec a, Vec b) {  // false where either is NaN
+  Mask m;
+  for (int i = 0; i < kParts; ++i) m.part[i] = reg::Greater(a.part[i], b.part[i]);
+  return m;
+}
+inline Vec AddWhere(Mask m, Vec a, Vec b) {  // a + b in the lanes of m, else a
+  return Each([&](int i) { return reg::AddWhere(m.part[i], a.part[i], b.part[i]); });
+}
 inline uint32_t GreaterBits(Vec a, Vec b) {
   uint32_t bits = 0;
   for (int i = 0; i < kParts; ++i)
@@ -134,12 +142,6 @@ inline float Reduce(Vec x, Op op) {
 }
 inline float ReduceAdd(Vec x) {
   return Reduce(x, [](float a, float b) { return a + b; });
-}
-inline float ReduceMin(Vec x) {
-  return Reduce(x, [](float a, float b) { return a < b ? a : b; });
-}
-inline float ReduceMax(Vec x) {
-  return Reduce(x, [](float a, float b) { return a > b ? a : b; });
 }
 
 }  // namespace

@@ -13,8 +13,6 @@ namespace {
 constexpr int kTileM = 6;
 constexpr int kTileN = 1;
 
-inline void Pause() { _mm_pause(); }
-
 namespace reg {
 
 using Float = __m256;
@@ -56,6 +54,8 @@ inline Mask FirstLanes(int n) {
   return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane));
 }
 inline Float Select(Mask m, Float yes, Float no) { return _mm256_blendv_ps(no, yes, m); }
+inline Mask Greater(Float a, Float b) { return _mm256_cmp_ps(a, b, _CMP_GT_OQ); }
+inline Float AddWhere(Mask m, Float a, Float b) { return _mm256_add_ps(a, _mm256_and_ps(m, b)); }
 inline uint32_t GreaterBits(Float a, Float b) {
   return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)));
 }

@@ -13,8 +13,6 @@ namespace {
 constexpr int kTileM = 6;
 constexpr int kTileN = 4;
 
-inline void Pause() { _mm_pause(); }
-
 namespace reg {
 
 using Float = __m512;
@@ -53,6 +51,8 @@ inline Mask FirstLanes(int n) {
   return _mm512_cmpgt_epi32_mask(_mm512_set1_epi32(n), lane);
 }
 inline Float Select(Mask m, Float yes, Float no) { return _mm512_mask_blend_ps(m, no, yes); }
+inline Mask Greater(Float a, Float b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline Float AddWhere(Mask m, Float a, Float b) { return _mm512_mask_add_ps(a, m, a, b); }
 inline uint32_t GreaterBits(Float a, Float b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 // p * 2^whole, or 0 where x < -126: a denormal result of vscalefps takes a microcode assist.
 inline Float TimesPowerOf2(Float p, Float whole, Float /*shifted*/, Float x) {

@@ -12,8 +12,6 @@ namespace {
 constexpr int kTileM = 3;
 constexpr int kTileN = 1;
 
-inline void Pause() {}
-
 inline float FloatOf(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);
@@ -85,17 +83,19 @@ inline Float Max(Float a, Float b) { return a > b ? a : b; }
 inline Float Min(Float a, Float b) { return a < b ? a : b; }
 inline Mask FirstLanes(int n) { return Mask{n, n, n, n} > Mask{0, 1, 2, 3}; }
 inline Float Select(Mask m, Float yes, Float no) { return m ? yes : no; }
+inline Mask Greater(Float a, Float b) { return a > b; }
+inline Float AddWhere(Mask m, Float a, Float b) { return m ? a + b : a; }
 inline uint32_t GreaterBits(Float a, Float b) {
   const Mask m = a > b;
   return (m[0] & 1u) | (m[1] & 2u) | (m[2] & 4u) | (m[3] & 8u);
 }
 // p * 2^whole, or 0 where x < -126; the low bits of `shifted` are the whole number.
 inline Float TimesPowerOf2(Float p, Float /*whole*/, Float shifted, Float x) {
-  Mask bits, exponent;
+  typedef uint32_t Word __attribute__((vector_size(16)));  // wraps around, as it must
+  Word bits, exponent;
   std::memcpy(&bits, &p, 16);
   std::memcpy(&exponent, &shifted, 16);
-  typedef uint32_t Word __attribute__((vector_size(16)));
-  bits += reinterpret_cast<Mask>(reinterpret_cast<Word>(exponent) << 23);
+  bits += exponent << 23;
   Float r;
   std::memcpy(&r, &bits, 16);
   r = x < Set1(-126.0f) ? Set1(0.0f) : r;

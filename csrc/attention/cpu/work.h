@@ -1,12 +1,10 @@
-// What select, forward and backward share: addressing of one head's rows, scratch memory, threads,
-// tiles of a block.
+// What select, forward and backward share: addressing of one head's rows, scratch memory, tiles of
+// a block.
 #pragma once
-
-#include <omp.h>
-#include <sched.h>
 
 #include <cstdlib>
 
+#include "attention/cpu/parallel.h"
 #include "attention/cpu/softmax.h"
 #include "attention/problem.h"
 
@@ -17,6 +15,9 @@ namespace {
 constexpr int kTileRows = 96;  // gathered query rows per tile
 constexpr int kOwnRows =
     48;  // the same in the causal own block: smaller tiles waste less above the diagonal
+// Rows in order are prefetched this far ahead: memory is some hundred nanoseconds away, and the
+// hardware does not follow heads that are interleaved.
+constexpr int kAhead = 12;
 
 template <class E>
 struct Tensor {  // [tokens, heads, D], last dimension contiguous
@@ -92,36 +93,6 @@ class Carver {
   int64_t bytes_ = 0;
 };
 
-inline int Threads(const Problem& p, int64_t tasks) {
-  return static_cast<int>(Larger<int64_t>(1, Smaller<int64_t>(p.threads, tasks)));
-}
-
-// Calls f(thread, task) for all tasks. They are handed out in ascending order, so a task may wait
-// for an earlier one however many threads OpenMP really gives.
-template <class F>
-void ForEachTask(int threads, int64_t tasks, F f) {
-  int64_t next = 0;
-  const auto work = [&](int thread) {
-    while (true) {
-      const int64_t task = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
-      if (task >= tasks) return;
-      f(thread, task);
-    }
-  };
-  if (threads <= 1) return work(0);
-#pragma omp parallel num_threads(threads)
-  work(omp_get_thread_num());
-}
-
-inline void WaitFor(const int64_t* turn, int64_t mine) {
-  for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine; ++spins) {
-    if (spins < 2000)
-      Pause();
-    else
-      sched_yield();  // more threads than cores: let the one we wait for run
-  }
-}
-
 inline const int32_t* FirstAtLeast(const int32_t* begin, const int32_t* end, int64_t row) {
   while (begin < end) {
     const int32_t* mid = begin + (end - begin) / 2;
@@ -138,6 +109,7 @@ inline const int32_t* FirstAtLeast(const int32_t* begin, const int32_t* end, int
 struct Visitors {
   Visitors(const Head& hd, const Task& task, int64_t block, int64_t row0, int64_t row1,
            const int64_t* lists, const int32_t* rows) {
+    if (block * hd.B * hd.G >= row1) return;
     if (task.dense) {
       first = Larger(row0, (block + 1) * hd.B * hd.G);
       count = Larger<int64_t>(0, row1 - first);
@@ -147,32 +119,57 @@ struct Visitors {
       count = FirstAtLeast(list, end, row1) - list;
     }
   }
+  int32_t Row(int64_t i) const {
+    return list != nullptr ? list[i] : static_cast<int32_t>(first + i);
+  }
+  // Where a tile from visitor i on ends, which must stay below the row `limit`.
+  int64_t Cut(int64_t i, int64_t limit) const {
+    const int64_t stop = Smaller(i + kTileRows, count);
+    if (list == nullptr) return Smaller(stop, limit - first);
+    return Row(stop - 1) < limit ? stop : FirstAtLeast(list + i, list + stop, limit) - list;
+  }
   const int32_t* list = nullptr;
   int64_t first = 0, count = 0;
 };
 
-// Calls f(rows, M, ahead, causal) for the tiles of a block: first its visitors, then, with
-// `diagonal`, its own rows. ahead[i] with i < M are rows worth prefetching, or ahead is nullptr.
+// Rows that meet a block together, ascending; ahead are those of the tile after it, worth
+// prefetching.
+struct Tile {
+  int32_t rows[kTileRows], ahead[kTileRows];
+  int count, num_ahead;
+  bool causal;
+};
+
+// Calls f(tile) for all rows that attend a block, ascending: with `diagonal` its own rows, then its
+// visitors. `next` are those of the block after it. No tile crosses a multiple of `segment` rows,
+// so with chunks that are whole segments the tiles do not depend on the chunk.
 template <class F>
-void ForTiles(const Head& hd, int64_t block, const Visitors& v, bool diagonal, F f) {
-  int32_t tile[kTileRows];
-  for (int64_t i = 0; i < v.count; i += kTileRows) {
-    const int M = static_cast<int>(Smaller<int64_t>(kTileRows, v.count - i));
-    if (v.list != nullptr) {
-      const int64_t after = v.count - i - kTileRows;
-      f(v.list + i, M, after > 0 ? v.list + i + kTileRows : nullptr,
-        static_cast<int>(Smaller<int64_t>(after, M)), false);
-    } else {
-      for (int j = 0; j < M; ++j) tile[j] = static_cast<int32_t>(v.first + i + j);
-      f(static_cast<const int32_t*>(tile), M, static_cast<const int32_t*>(nullptr), 0, false);
-    }
-  }
-  if (!diagonal) return;
-  const int64_t end = (block * hd.B + hd.BlockKeys(block)) * hd.G;
+void ForTiles(const Head& hd, int64_t block, const Visitors& now, const Visitors& next,
+              bool diagonal, int64_t segment, F f) {
+  Tile tile;
+  tile.causal = true;
+  const int64_t end = diagonal ? (block * hd.B + hd.BlockKeys(block)) * hd.G : 0;
   for (int64_t r = block * hd.B * hd.G; r < end; r += kOwnRows) {
-    const int M = static_cast<int>(Smaller<int64_t>(kOwnRows, end - r));
-    for (int j = 0; j < M; ++j) tile[j] = static_cast<int32_t>(r + j);
-    f(static_cast<const int32_t*>(tile), M, static_cast<const int32_t*>(nullptr), 0, true);
+    tile.count = static_cast<int>(Smaller<int64_t>(kOwnRows, end - r));
+    const bool last = r + kOwnRows >= end;
+    tile.num_ahead =
+        static_cast<int>(Smaller<int64_t>(kTileRows, last ? now.count : end - r - kOwnRows));
+    for (int i = 0; i < tile.count; ++i) tile.rows[i] = static_cast<int32_t>(r + i);
+    for (int i = 0; i < tile.num_ahead; ++i)
+      tile.ahead[i] = last ? now.Row(i) : static_cast<int32_t>(r + kOwnRows + i);
+    f(tile);
+  }
+  tile.causal = false;
+  for (int64_t i = 0; i < now.count;) {
+    const int64_t stop = now.Cut(i, (now.Row(i) / segment + 1) * segment);
+    tile.count = static_cast<int>(stop - i);
+    const bool last = stop == now.count;
+    tile.num_ahead =
+        static_cast<int>(Smaller<int64_t>(kTileRows, last ? next.count : now.count - stop));
+    for (int j = 0; j < tile.count; ++j) tile.rows[j] = now.Row(i + j);
+    for (int j = 0; j < tile.num_ahead; ++j) tile.ahead[j] = last ? next.Row(j) : now.Row(stop + j);
+    f(tile);
+    i = stop;
   }
 }
 
