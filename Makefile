@@ -12,7 +12,7 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h') setup.py pyproject.to
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help quickstart test check format cpp-test doctor clean
+.PHONY: help quickstart test check format cpp-test sanitize doctor clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,16 @@ cpp-test: $(VENV)/.dev  ## the C++ unit tests
 	@PATH="$(abspath $(BIN)):$$PATH"; cmake -S . -B build/cmake -G Ninja -DCMAKE_BUILD_TYPE=Release >build/cmake.log 2>&1 \
 	  && cmake --build build/cmake >>build/cmake.log 2>&1 || { cat build/cmake.log; exit 1; }; \
 	  ctest --test-dir build/cmake --output-on-failure
+
+# Where addresses are spread over more bits than it expects, ThreadSanitizer stops; setarch -R takes the spread away.
+sanitize: $(VENV)/.dev  ## the C++ unit tests under AddressSanitizer, UBSan and ThreadSanitizer (some 4 minutes)
+	@PATH="$(abspath $(BIN)):$$PATH"; mkdir -p build; \
+	fixed=; setarch -R true 2>/dev/null && fixed="setarch -R"; \
+	for pair in address:asan thread:tsan; do name=$${pair%%:*}; folder=build/$${pair##*:}; echo "$$name sanitizer ..."; \
+	  cmake -S . -B $$folder -G Ninja -DSB_SANITIZE=$$name >$$folder.log 2>&1 \
+	  && cmake --build $$folder >>$$folder.log 2>&1 || { cat $$folder.log; exit 1; }; \
+	  $$fixed ctest --test-dir $$folder --output-on-failure || exit 1; \
+	done
 
 check: $(VENV)/.dev  ## ruff, mypy, clang-format
 	$(BIN)/ruff format --check .
@@ -56,7 +66,7 @@ $(VENV)/.torch: $(CONSTRAINTS) | tools
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing torch and the build tools into $(VENV) ..."
 	@$(PIP) install -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@$(PIP) install -c $(CONSTRAINTS) setuptools wheel ninja numpy
+	@$(PIP) install -c $(CONSTRAINTS) setuptools wheel ninja pybind11 numpy
 	@mkdir -p build && touch $@
 
 $(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py

@@ -1,7 +1,8 @@
-"""Build of the C++ extension; everything else is in pyproject.toml.
+"""Build of the C++ extensions; everything else is in pyproject.toml.
 
-Environment: `SB_BUILD_EXT=0` installs pure Python, where only the reference backend works; `CXX` names
-the compiler.
+`_attention` holds to Python's and torch's stable interfaces; `_core` is pybind11 and needs no torch, but one
+build for each Python. Environment: `SB_BUILD_EXT=0` installs pure Python, where only the reference backend
+works and the latency table is slow; `CXX` names the compiler.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 ATTENTION = Path("csrc/attention")
+# Sources of `_core`, beside its bindings.
+CORE = [Path("csrc/core"), Path("csrc/latency")]
 # One source, compiled once per instruction set; the binding picks one at run time.
 ISA_FLAGS = {
     "baseline": [],
@@ -82,7 +85,7 @@ def isa_objects(out: Path) -> list[str]:
 
 
 def extension_and_command() -> tuple[list, type]:
-    """Return the extension module and the command that builds it."""
+    """Return the extension modules and the command that builds them."""
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError as error:
@@ -98,8 +101,6 @@ def extension_and_command() -> tuple[list, type]:
                         "install torch >= 2.11 first, then run: pip install --no-build-isolation .",
                     )
                 )
-
-        from setuptools import Extension
 
         return [Extension("sb_lightning._attention", [])], MissingTorch
 
@@ -132,12 +133,34 @@ def extension_and_command() -> tuple[list, type]:
                     ),
                     file=sys.stderr,
                 )
-            objects = isa_objects(Path(self.build_temp) / "isa")
-            for extension in self.extensions:
-                extension.extra_objects = objects
+            module.extra_objects = isa_objects(Path(self.build_temp) / "isa")
             super().build_extensions()
 
-    return [module], BuildAttention
+    return [module, core_extension()], BuildAttention
+
+
+def core_extension() -> Extension:
+    """Return the extension module that needs no torch."""
+    try:
+        import pybind11
+    except ImportError as error:
+        raise SystemExit(
+            message(
+                f"pybind11 cannot be imported while building ({error})",
+                "the latency table in C++ is bound to Python with it",
+                "pip install pybind11, then build again",
+            )
+        ) from None
+    return Extension(
+        "sb_lightning._core",
+        sorted(str(path) for folder in CORE for path in folder.rglob("*.cpp")),
+        depends=sorted(str(path) for folder in CORE for path in folder.rglob("*.h")),
+        include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
+        # Ranks plan apart and must agree to the last bit: no fused operations.
+        extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],
+        extra_link_args=["-s"],
+        language="c++",
+    )
 
 
 def _has_ninja_module() -> bool:
@@ -154,8 +177,4 @@ if os.environ.get("SB_BUILD_EXT", "1") == "0":
 else:
     os.chdir(ROOT)
     modules, command = extension_and_command()
-    setup(
-        ext_modules=modules,
-        cmdclass={"build_ext": command},
-        options={"bdist_wheel": {"py_limited_api": "cp310"}},
-    )
+    setup(ext_modules=modules, cmdclass={"build_ext": command})
