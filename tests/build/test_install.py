@@ -1,4 +1,4 @@
-"""The ways to install, each run once from a copy of the sources; and the messages when something is missing."""
+"""The ways to install, each run once from a copy of the sources; what is said when something is missing."""
 
 from __future__ import annotations
 
