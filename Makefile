@@ -69,7 +69,7 @@ $(VENV)/.torch: $(CONSTRAINTS) | tools
 	@$(PIP) install -c $(CONSTRAINTS) setuptools wheel ninja pybind11 numpy
 	@mkdir -p build && touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml setup.py
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(SOURCES)
 	@echo "installing the dependencies and building the extension ..."
 	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e .
 	@touch $@

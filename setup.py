@@ -107,7 +107,10 @@ def extension_and_command() -> tuple[list, type]:
     module = CppExtension(
         "sb_lightning._attention",
         sorted(str(path) for path in ATTENTION.rglob("*.cpp") if path.name != "kernels.cpp"),
-        depends=sorted(str(path) for path in [*ATTENTION.rglob("*.h"), ATTENTION / "cpu" / "kernels.cpp"]),
+        depends=sorted(
+            str(path)
+            for path in [*ATTENTION.rglob("*.h"), ATTENTION / "cpu" / "kernels.cpp", Path("setup.py")]
+        ),
         include_dirs=[str(ROOT / "csrc")],
         # The stable ABI of torch 2.11: one build serves every later torch.
         define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],
@@ -154,7 +157,7 @@ def core_extension() -> Extension:
     return Extension(
         "sb_lightning._core",
         sorted(str(path) for folder in CORE for path in folder.rglob("*.cpp")),
-        depends=sorted(str(path) for folder in CORE for path in folder.rglob("*.h")),
+        depends=["setup.py", *sorted(str(path) for folder in CORE for path in folder.rglob("*.h"))],
         include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
         # Ranks plan apart and must agree to the last bit: no fused operations.
         extra_compile_args=["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden"],

@@ -32,7 +32,7 @@ struct Problem {
   float scale;
   int threads;
   int64_t chunk;  // tokens per task; 0 chooses. Results do not depend on it.
-  bool poison;  // fill scratch memory with NaN, to find reads of what nobody wrote
+  bool poison;    // fill scratch memory with NaN, to find reads of what nobody wrote
 };
 
 // The rows of one KV head of one sequence from token `begin` on, up to TaskList::chunk tokens.
@@ -62,14 +62,14 @@ struct MeanTask {
   int64_t head;
   int64_t block;
   int64_t count;
-  int64_t out;  // column among all means
+  int64_t out;  // place among all means
 };
 
 struct MeanList {
   const MeanTask* tasks;
   int64_t count;
-  int64_t columns;  // all means; every (sequence, KV head) starts at a multiple of 64
-  int64_t longest;  // most columns of one (sequence, KV head)
+  int64_t columns;  // all means
+  int64_t longest;  // most of one (sequence, KV head)
 };
 
 struct Gradients {

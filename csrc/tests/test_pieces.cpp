@@ -162,7 +162,7 @@ void TestPacking() {
   const int n = 37, padded = 48, D = 32, ld = 40;
   std::vector<float> x(n * ld), t((padded + kPanel) * D), r(n * D);
   for (int i = 0; i < n * ld; ++i) x[i] = static_cast<float>(i);
-  PackTransposed(x.data(), ld, n, padded, D, 3.0f, t.data());
+  PackTransposed(x.data(), ld, n, D, 3.0f, t.data());
   PackRows(x.data(), ld, n, D, r.data());
   const int panel = static_cast<int>(HeadPanel(D));
   for (int i = 0; i < padded; ++i)

@@ -108,9 +108,6 @@ class AnalyticCost(LatencyModel):
         """
         return cls(ModelShape.from_config(config, block_size=block_size, dense_layers=dense_layers), **rates)
 
-    def __reduce__(self) -> tuple[Callable[..., LatencyModel], tuple[Measurements, str]]:
-        return LatencyModel, (self.measurements, self.label)
-
 
 def _lengths() -> list[int]:
     """Half-octaves up to 131,072; what is longer follows the pairs, as it would here."""

@@ -208,6 +208,13 @@ class CostModel:
         self.version, self._log2_factors, self._seen = windows, list(factors), [bool(s) for s in seen]
         self._apply()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "current"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._apply()
+
     def _apply(self) -> None:
         seen = [b for b in range(NUM_BUCKETS) if self._seen[b]]
         if seen:

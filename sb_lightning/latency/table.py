@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sb_lightning._files import write_whole
 from sb_lightning._messages import explain
 from sb_lightning.latency.engine import EngineTable
 from sb_lightning.latency.fingerprint import Difference, Fingerprint
@@ -44,6 +44,10 @@ class LatencyModel(EngineTable):
             m.rest,
             m.outside,
         )
+
+    def __reduce__(self) -> tuple[Callable[..., LatencyModel], tuple[Any, ...]]:
+        # Copies are built anew, in this process or in a data loader's worker.
+        return LatencyModel, (self.measurements, self.label)
 
 
 class LatencyTable(LatencyModel):
@@ -121,18 +125,7 @@ class LatencyTable(LatencyModel):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the table; the file is replaced whole or not at all."""
-        target = Path(path)
-        text = encode(self.to_dict())
-        handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            # mkstemp makes files that only their owner reads.
-            os.chmod(part, 0o666 & ~_umask())
-            os.replace(part, target)
-        except BaseException:
-            Path(part).unlink(missing_ok=True)
-            raise
+        write_whole(Path(path), encode(self.to_dict()))
 
     def mismatch(self, run: Fingerprint) -> list[Difference]:
         """List what differs between the table and a run: empty where the table holds for it.
@@ -143,11 +136,4 @@ class LatencyTable(LatencyModel):
         return self.fingerprint.differences(run)
 
     def __reduce__(self) -> tuple[Callable[..., LatencyTable], tuple[dict[str, Any]]]:
-        # Copies are built anew, in this process or in a data loader's worker.
         return LatencyTable.from_dict, (self.to_dict(),)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

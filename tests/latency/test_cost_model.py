@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
+import pickle
 import random
 import subprocess
 import sys
@@ -38,6 +40,15 @@ def run_python(code):
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
+
+
+def test_copies_of_copies():
+    model = CostModel(AnalyticCost(SHAPE), rate=1.0)
+    model.recalibrate([[4096]], [[8]], [2 * model.cell_ms([4096], [8])])
+    again = copy.deepcopy(pickle.loads(pickle.dumps(copy.deepcopy(model))))
+    assert again.version == 1
+    assert again.label == model.label
+    assert again.cell_us([300, 4096], [2, 8]) == model.cell_us([300, 4096], [2, 8])
 
 
 def test_cells_and_plans():

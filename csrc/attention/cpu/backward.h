@@ -14,7 +14,7 @@ namespace {
 
 struct BackwardScratch {
   BackwardScratch(char* base, const TaskList& list, int64_t G, int64_t D)
-      : ldq(D + 16), lds(RoundUp(list.width, kPanel) + 16), carver(base) {
+      : ldq(D + 16), lds(list.width + 16), carver(base) {
     q = carver.Take<float>(kTileRows * ldq);
     dout = carver.Take<float>(kTileRows * ldq);
     s = carver.Take<float>(kTileRows * lds);
@@ -72,10 +72,9 @@ void BackwardTask(const Problem& p, const TaskList& list, const Task& task,
     const int64_t kv = ((hd.start + b * B) * p.kv_heads + hd.kv) * D;
     if (visitors.count > 0 || diagonal) {
       const E *k = in.k.Row(hd.start + b * B, hd.kv), *v = in.v.Row(hd.start + b * B, hd.kv);
-      const int64_t padded = RoundUp(keys, kPanel);
-      PackTransposed(k, in.k.token, keys, padded, D, p.scale * kLog2e, x.kt);
+      PackTransposed(k, in.k.token, keys, D, p.scale * kLog2e, x.kt);
       // With the scale in V (and in delta) it is in dS, and so in dQ and dK.
-      PackTransposed(v, in.v.token, keys, padded, D, p.scale, x.vt);
+      PackTransposed(v, in.v.token, keys, D, p.scale, x.vt);
       PackRows(k, in.k.token, keys, D, x.k);
     }
     int64_t* turn = in.turns + task.list + b;

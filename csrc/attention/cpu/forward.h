@@ -12,7 +12,7 @@ namespace {
 
 struct ForwardScratch {
   ForwardScratch(char* base, const TaskList& list, int64_t G, int64_t D)
-      : ldq(D + 16), lds(RoundUp(list.width, kPanel) + 16), carver(base) {
+      : ldq(D + 16), lds(list.width + 16), carver(base) {
     // Leading dimensions are no powers of two: those would use half of the L1 sets.
     q = carver.Take<float>(kTileRows * ldq);
     s = carver.Take<float>(kTileRows * lds);
@@ -49,8 +49,7 @@ void ForwardTask(const Problem& p, const TaskList& list, const Task& task, Tenso
     const bool diagonal = b * B >= t0;
     if (visitors.count == 0 && !diagonal) continue;
     const int keys = static_cast<int>(hd.BlockKeys(b));
-    PackTransposed(k.Row(hd.start + b * B, hd.kv), k.token, keys, RoundUp(keys, kPanel), D,
-                   p.scale * kLog2e, x.kt);
+    PackTransposed(k.Row(hd.start + b * B, hd.kv), k.token, keys, D, p.scale * kLog2e, x.kt);
     PackRows(v.Row(hd.start + b * B, hd.kv), v.token, keys, D, x.v);
     ForTiles(hd, b, visitors, next, diagonal, int64_t{1} << 31, [&](const Tile& tile) {
       const int M = tile.count;

@@ -100,11 +100,14 @@ inline void PauseSpinning() {
 
 // Returns once the word at `turn` is `mine`, and sees what was written before it became that.
 inline void WaitFor(const int64_t* turn, int64_t mine) {
-  for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine; ++spins) {
-    if (spins < 200)
+  int spins = 0;
+  while (__atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine) {
+    if (spins < 200) {
+      ++spins;
       PauseSpinning();
-    else
+    } else {
       sched_yield();  // more threads than cores: let the one we wait for run
+    }
   }
 }
 

@@ -52,9 +52,8 @@ Plan MakePlan(const Problem& p, Order order, int64_t chunk, bool with_means) {
         for (int64_t b = 0; b + 1 < blocks; b += 16)
           plan.mean_tasks.push_back(
               {n, h, b, std::min<int64_t>(16, blocks - 1 - b), means.columns + b});
-        const int64_t columns = RoundUp(blocks - 1, 64);
-        means.columns += columns;
-        means.longest = std::max(means.longest, columns);
+        means.columns += blocks - 1;
+        means.longest = std::max(means.longest, blocks - 1);
       }
       for (; task.begin < length; task.begin += list.chunk) plan.tasks.push_back(task);
     }

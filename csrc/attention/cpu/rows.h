@@ -54,11 +54,11 @@ inline void PrefetchForWrite(const E* p, int64_t D) {
 }
 
 // Rows row(0) .. row(n - 1) of D elements -> scale * their transpose in panels of kPanel columns:
-// out[i / kPanel][D][kPanel]; columns from n to padded are 0.
+// out[i / kPanel][D][kPanel]; columns from n to the next multiple of 16 are 0.
 template <class Row>
-void PackTransposed(Row row, int64_t n, int64_t padded, int64_t D, float scale, float* out) {
+void PackTransposed(Row row, int64_t n, int64_t D, float scale, float* out) {
   const Vec s = Set1(scale);
-  for (int64_t k0 = 0; k0 < padded; k0 += 16) {
+  for (int64_t k0 = 0; k0 < n; k0 += 16) {
     float* panel = out + k0 / kPanel * kPanel * D + k0 % kPanel;
     // What lies past the end is read from the last row and then dropped.
     decltype(row(k0)) from[16];
@@ -69,15 +69,14 @@ void PackTransposed(Row row, int64_t n, int64_t padded, int64_t D, float scale, 
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) r[i] = Mul(Load(from[i] + d0), s);
       if (have < 16)
-        for (int i = Larger(have, 0); i < 16; ++i) r[i] = Zero();
+        for (int i = have; i < 16; ++i) r[i] = Zero();
       Transpose16(r, panel + d0 * kPanel, kPanel);
     }
   }
 }
 template <class E>
-void PackTransposed(const E* x, int64_t ld, int64_t n, int64_t padded, int64_t D, float scale,
-                    float* out) {
-  PackTransposed([=](int64_t i) { return x + i * ld; }, n, padded, D, scale, out);
+void PackTransposed(const E* x, int64_t ld, int64_t n, int64_t D, float scale, float* out) {
+  PackTransposed([=](int64_t i) { return x + i * ld; }, n, D, scale, out);
 }
 
 // Columns of a panel that is cut along the head dimension.

@@ -146,8 +146,7 @@ void SelectTask(const Problem& p, const TaskList& list, const Task& task, Tensor
     const int64_t past = hd.Token(row0 + M - 1) / hd.B;
     const bool choice = past > least - 1;
     if (choice) {
-      PackTransposed([&](int64_t i) { return hd.Row(q, row0 + i); }, M, RoundUp(M, 16), D, 1.0f,
-                     x.q);
+      PackTransposed([&](int64_t i) { return hd.Row(q, row0 + i); }, M, D, 1.0f, x.q);
       for (int64_t row = row0 + M; row < Smaller(end, row0 + 2 * M); ++row)
         PrefetchRow(hd.Row(q, row), D);
       Gemm<false, Update::kSet>(static_cast<int>(past), M, static_cast<int>(D),

@@ -2,6 +2,8 @@
 // a block.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstdlib>
 
 #include "attention/cpu/parallel.h"
@@ -62,18 +64,38 @@ struct Head {
 class Scratch {
  public:
   Scratch(int64_t bytes, bool poison) {
-    const int64_t size = RoundUp(Larger<int64_t>(bytes, 64), 64);
-    data_ = static_cast<char*>(std::aligned_alloc(64, static_cast<size_t>(size)));
-    if (data_ != nullptr && poison) std::memset(data_, 0xff, static_cast<size_t>(size));
+    const auto size = static_cast<size_t>(RoundUp(Larger<int64_t>(bytes, 64), 64));
+#if defined(MADV_HUGEPAGE)
+    // Rows are gathered from all over it: with small pages every one would miss the TLB. Mapped
+    // apart, so that the advice ends with it.
+    constexpr size_t kPage = size_t{2} << 20;
+    if (size >= 2 * kPage) {
+      map_size_ = size + kPage;
+      map_ = mmap(nullptr, map_size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (map_ == MAP_FAILED) return;
+      data_ =
+          reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(map_) + kPage - 1) & ~(kPage - 1));
+      madvise(data_, size, MADV_HUGEPAGE);
+    }
+#endif
+    if (data_ == nullptr) data_ = static_cast<char*>(std::aligned_alloc(64, size));
+    if (data_ != nullptr && poison) std::memset(data_, 0xff, size);
   }
-  ~Scratch() { std::free(data_); }
+  ~Scratch() {
+    if (map_ == nullptr)
+      std::free(data_);
+    else if (map_ != MAP_FAILED)
+      munmap(map_, map_size_);
+  }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   bool ok() const { return data_ != nullptr; }
   char* data() const { return data_; }
 
  private:
-  char* data_;
+  char* data_ = nullptr;
+  void* map_ = nullptr;
+  size_t map_size_ = 0;
 };
 
 // Cuts 64-byte aligned arrays from a piece of memory; from nullptr it only counts the bytes.
