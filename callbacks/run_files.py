@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import Logger
 
-__all__ = ["log_place", "run_directory", "write_json"]
+__all__ = ["files_of_run", "log_place", "run_directory", "write_json"]
 
 
 def run_directory(trainer: Trainer) -> Path:
@@ -61,3 +61,25 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     part.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(part, path)
+
+
+def files_of_run(trainer: Trainer, directory: Path | None) -> dict[str, Any]:
+    """Return where a run has put what, as JSON can write it.
+
+    Args:
+        trainer: A Trainer that has been set up.
+        directory: The run's folder; None if nothing is written there.
+    """
+    checkpoints: list[str] = []
+    for callback in trainer.checkpoint_callbacks:
+        for path in (getattr(callback, "best_model_path", ""), getattr(callback, "last_model_path", "")):
+            name = os.path.normpath(path) if path else ""
+            if name and name not in checkpoints and Path(name).exists():
+                checkpoints.append(name)
+    config = directory and directory / "config.yaml"
+    return {
+        "checkpoints": checkpoints,
+        "logs": [place for logger in trainer.loggers if (place := log_place(logger))] if directory else [],
+        "config": str(config) if config and config.exists() else None,
+        "summary": str(directory / "summary.json") if directory else None,
+    }

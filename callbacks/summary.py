@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,15 +13,25 @@ from rich import get_console
 
 from sb_lightning._messages import explain
 from sb_lightning.attention.pairs import attended_pairs, causal_pairs
-from sb_lightning.callbacks.run_files import log_place, run_directory, write_json
+from sb_lightning.callbacks.imbalance_monitor import ImbalanceMonitor
+from sb_lightning.callbacks.run_files import files_of_run, run_directory, write_json
+from sb_lightning.callbacks.step_times import StepTimes, analytic_cost
 from sb_lightning.callbacks.summary_table import summary_table
 from sb_lightning.callbacks.windows import Clock, WindowMeter, loss_of_window
+from sb_lightning.latency.marks import TIMED_DEVICES, marks_for
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from lightning.pytorch import LightningModule, Trainer
     from rich.console import Console
 
+    from sb_lightning.latency import LatencyModel
+
 __all__ = ["RunSummary"]
+
+# Attends every block of any sequence.
+MOST_BUDGET = 2**31 - 1
 
 
 class RunSummary(Callback):
@@ -35,11 +43,14 @@ class RunSummary(Callback):
     window and the first validation ever, also after a resume; everything else is about this session, and its
     rows say so where there was an earlier one. Works in any Lightning project; what cannot be known is left
     out. The ranks meet once, at the end. After Ctrl-C they no longer can: the table then has the work of rank
-    zero only, and `status` is "interrupted" in place of "finished".
+    zero only, and `status` is "interrupted" in place of "finished". Rank zero also compares the time of its
+    micro-batches with what a latency table predicts for the budget of `sparse_settings`.
 
     Args:
         loss_name: The logged loss of a window.
         validation_loss_name: The logged loss of a validation run.
+        latency_table: Path of a table that `sb profile` wrote; without one, predicted times come from counted
+            operations where the module's model is known, scaled to the run.
 
     Example::
 
@@ -51,7 +62,19 @@ class RunSummary(Callback):
     clock: Clock = staticmethod(time.perf_counter)
     """Replaced in tests."""
 
-    def __init__(self, loss_name: str = "train/loss", validation_loss_name: str = "val/loss") -> None:
+    def __init__(
+        self,
+        loss_name: str = "train/loss",
+        validation_loss_name: str = "val/loss",
+        latency_table: str | None = None,
+    ) -> None:
+        self.latency: LatencyModel | None = None
+        """Where predicted times come from."""
+        if latency_table is not None:
+            from sb_lightning.latency import LatencyTable
+
+            self.latency = LatencyTable.load(latency_table)
+            self.latency.label = f"{latency_table}, {self.latency.label}"
         self.loss_name = loss_name
         self.validation_loss_name = validation_loss_name
         self.console: Console | None = None
@@ -61,6 +84,7 @@ class RunSummary(Callback):
         self._loss: dict[str, float | None] = {"first": None, "last": None}
         self._validation: dict[str, float | None] = {"first": None, "last": None}
         self._meter = WindowMeter()
+        self._times: StepTimes | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -81,21 +105,41 @@ class RunSummary(Callback):
         self._started = self.clock()
         self._first_step = trainer.global_step
         self._meter = WindowMeter(self.clock, trainer.global_step)
+        self._times = None
+        device = trainer.strategy.root_device
+        if trainer.is_global_zero and device.type in TIMED_DEVICES:
+            self._times = StepTimes(marks_for(device, self.clock), exchanges=trainer.world_size > 1)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Count time."""
         self._meter.resume()
+        if self._times:
+            self._times.begin()
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the time of forward and backward."""
+        if self._times:
+            self._times.backward_done()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Note that the ranks have met in this micro-batch."""
+        if self._times:
+            self._times.optimizer_steps()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the work of this rank."""
         self._meter.add(batch)
+        if self._times:
+            self._times.finish(batch)
         window = self._meter.close(trainer)
         if window is None:
             return
+        if self._times:
+            self._times.close_window()
         self._windows += 1
         self._work[0] += self._pairs(pl_module, window.lengths)
         self._work[1] += window.tokens
@@ -171,13 +215,15 @@ class RunSummary(Callback):
         self.summary = {
             "version": 1,
             "status": status,
-            **self._build(trainer, pl_module, directory if writes else None),
+            **self._build(trainer, pl_module, directory if writes else None, waits=status == "finished"),
         }
         if writes:
             write_json(directory / "summary.json", self.summary)
         (self.console or get_console()).print(summary_table(self.summary))
 
-    def _build(self, trainer: Trainer, pl_module: LightningModule, directory: Path | None) -> dict[str, Any]:
+    def _build(
+        self, trainer: Trainer, pl_module: LightningModule, directory: Path | None, *, waits: bool
+    ) -> dict[str, Any]:
         settings = getattr(pl_module, "sparse_settings", None)
         pairs, tokens, sequences, timed = (sum(column) for column in zip(*self._ranks, strict=True))
         # Ranks that share one batch (tensor parallel) have counted it several times.
@@ -197,6 +243,8 @@ class RunSummary(Callback):
             "tokens_per_s": rate if is_whole else None,
             "training_s": self._seconds,
             "wall_s": self.clock() - self._started,
+            "step_times": self._compare(pl_module, waits=waits),
+            "imbalance": _measured_imbalance(trainer),
             "sparse": settings and {"block_size": int(settings.block_size), "budget": int(settings.budget)},
             "ranks": [
                 {
@@ -208,8 +256,16 @@ class RunSummary(Callback):
                 }
                 for rank, row in enumerate(self._ranks)
             ],
-            "files": _files(trainer, directory),
+            "files": files_of_run(trainer, directory),
         }
+
+    def _compare(self, pl_module: LightningModule, *, waits: bool) -> dict[str, Any] | None:
+        model = self.latency or analytic_cost(pl_module)
+        if model is None or self._times is None:
+            return None
+        settings = getattr(pl_module, "sparse_settings", None)
+        budget = MOST_BUDGET if settings is None else int(settings.budget)
+        return self._times.compare(model, budget, waits=waits)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the first losses: the same on all ranks, and what a resumed run cannot find out."""
@@ -234,6 +290,11 @@ def _finite(series: dict[str, float | None]) -> dict[str, float | None]:
     }
 
 
+def _measured_imbalance(trainer: Trainer) -> dict[str, Any] | None:
+    callbacks: list[Any] = list(trainer.callbacks)  # type: ignore[attr-defined]
+    return next((c.summary for c in callbacks if isinstance(c, ImbalanceMonitor)), None)
+
+
 def _reached_limit(trainer: Trainer) -> str | None:
     if 0 < trainer.max_steps <= trainer.global_step:
         return f"trainer.max_steps={trainer.max_steps}"
@@ -241,19 +302,3 @@ def _reached_limit(trainer: Trainer) -> str | None:
     if epochs is not None and 0 < epochs <= trainer.current_epoch:
         return f"trainer.max_epochs={epochs}"
     return None
-
-
-def _files(trainer: Trainer, directory: Path | None) -> dict[str, Any]:
-    checkpoints: list[str] = []
-    for callback in trainer.checkpoint_callbacks:
-        for path in (getattr(callback, "best_model_path", ""), getattr(callback, "last_model_path", "")):
-            name = os.path.normpath(path) if path else ""
-            if name and name not in checkpoints and Path(name).exists():
-                checkpoints.append(name)
-    config = directory and directory / "config.yaml"
-    return {
-        "checkpoints": checkpoints,
-        "logs": [place for logger in trainer.loggers if (place := log_place(logger))] if directory else [],
-        "config": str(config) if config and config.exists() else None,
-        "summary": str(directory / "summary.json") if directory else None,
-    }

@@ -38,6 +38,21 @@ def summary_table(summary: dict[str, Any]) -> Table:
         row(f"tokens{here}", f"{summary['tokens']:,} in {summary['sequences']:,} sequences")
     if summary["tokens_per_s"]:
         row(f"tokens/s{here}", f"{summary['tokens_per_s']:,.0f} (without validation and the first window)")
+    if times := summary["step_times"]:
+        row(
+            f"micro-batch time{here}",
+            f"measured {times['measured_ms']:.1f} ms, predicted {times['predicted_ms']:.1f} ms, median error "
+            f"{times['median_error']:.1%} ({times['micro_batches']:,} micro-batches of rank 0, forward and "
+            "backward)",
+            f"predicted by {times['latency_model']}",
+        )
+    found = summary["imbalance"]
+    if found and found["ranks"] > 1:
+        row(
+            f"imbalance{here}",
+            f"{found['imbalance']:.3f} (slowest rank / mean of ranks), "
+            f"idle {found['idle_share']:.1%} of the time",
+        )
     row(f"wall time{here}", str(timedelta(seconds=round(summary["wall_s"]))))
     sparse = summary["sparse"]
     if any(rank["tokens"] for rank in summary["ranks"]):

@@ -36,6 +36,8 @@ def test_it_prints_itself_and_what_it_prints_is_the_same_configuration(config, c
 def contains(whole, part):
     if isinstance(part, dict):
         return all(key in whole and contains(whole[key], value) for key, value in part.items())
+    if isinstance(part, list):
+        return len(whole) == len(part) and all(map(contains, whole, part))
     return whole == part
 
 

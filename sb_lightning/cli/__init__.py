@@ -16,7 +16,12 @@ TRAINER_COMMANDS = {
     "test": "run the test set through a model",
     "predict": "write the loss of each held-out sequence to predictions.jsonl",
 }
-COMMANDS = {**TRAINER_COMMANDS, "doctor": "what works on this machine, and why the rest does not"}
+COMMANDS = {
+    **TRAINER_COMMANDS,
+    "doctor": "what works on this machine, and why the rest does not",
+    "profile": "measure a configuration's training steps on this machine",
+    "trace": "what each rank did when, as a Perfetto trace and as a picture",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,10 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if command in TRAINER_COMMANDS:
         return _run_trainer(arguments)
+    if command == "trace":
+        from sb_lightning.cli.trace import run as run_trace
+
+        return run_trace(rest)
     if command == "doctor":
         from sb_lightning.cli.doctor import run as run_doctor
 
         return run_doctor(rest)
+    if command == "profile":
+        return _run_profile(rest)
     print(_unknown(command), file=sys.stderr)
     return 2
 
@@ -56,6 +67,15 @@ def _run_trainer(arguments: list[str]) -> int:
         from sb_lightning.cli.train import run
     except KeyboardInterrupt:
         print("sb: interrupted before the training began; nothing was saved.", file=sys.stderr)
+        return 130
+    return run(arguments)
+
+
+def _run_profile(arguments: list[str]) -> int:
+    try:
+        from sb_lightning.cli.profile import run
+    except KeyboardInterrupt:
+        print("sb: interrupted before anything was measured.", file=sys.stderr)
         return 130
     return run(arguments)
 

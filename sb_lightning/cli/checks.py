@@ -156,6 +156,19 @@ def check_backends() -> Iterator[Check]:
         )
 
 
+def check_latency_engine() -> Iterator[Check]:
+    """Find out what looks predicted times up."""
+    from sb_lightning.latency import ENGINE
+    from sb_lightning.latency.engine import REBUILD
+
+    yield Check(
+        name="latency engine",
+        status="ok" if ENGINE.available else "warn",
+        detail=f"{ENGINE.name}: {ENGINE.reason.removesuffix(f'; {REBUILD}')}",
+        fix="" if ENGINE.available else BUILD,
+    )
+
+
 def check_extension() -> Iterator[Check]:
     """Look for the built extension."""
     folder = Path(sb_lightning.__file__).parent
@@ -239,6 +252,7 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
     check_location,
     check_extension,
     check_backends,
+    check_latency_engine,
     check_compiler,
     check_build_tools,
     check_processor,

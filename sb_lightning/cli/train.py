@@ -20,6 +20,7 @@ from sb_lightning.callbacks import LastCheckpoint, ModelLine, PredictionWriter, 
 from sb_lightning.callbacks.run_files import run_directory
 from sb_lightning.cli import TRAINER_COMMANDS
 from sb_lightning.cli.errors import report
+from sb_lightning.cli.latency import LatencySettings, table_of_run
 from sb_lightning.cli.launch import follow_rank_zero, set_threads
 from sb_lightning.cli.loggers import check_loggers, csv_logger
 from sb_lightning.cli.noise import hide_noise
@@ -67,6 +68,8 @@ class TrainingCLI(LightningCLI):
         args: Command line; that of this process if None.
     """
 
+    _flags: Sequence[str] = ()
+
     def __init__(
         self,
         model_class: type[LightningModule] | Callable[..., LightningModule],
@@ -84,15 +87,20 @@ class TrainingCLI(LightningCLI):
                 "enable_model_summary": False,
             },
             seed_everything_default=0,
-            parser_kwargs=copy.deepcopy(PARSER_OPTIONS),
+            parser_kwargs=self.parser_options(),
             parser_class=TrainingParser,
             # The module makes its optimizer itself: two ways to set a learning rate would be one too many.
             auto_configure_optimizers=False,
             args=args,
         )
 
+    def parser_options(self) -> dict[str, Any]:
+        """Return the options of the parser and of each command's."""
+        return copy.deepcopy(PARSER_OPTIONS)
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the keys that belong to no class."""
+        parser.add_class_arguments(LatencySettings, "latency")
         parser.add_argument(
             "--threads_per_rank",
             type=int | None,
@@ -101,9 +109,17 @@ class TrainingCLI(LightningCLI):
             "Lightning, which divides the cores among the ranks",
         )
 
+    @property
+    def uses_latency(self) -> bool:
+        """Whether this command reads the `latency` keys."""
+        return self.subcommand == "fit"
+
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, without Lightning's warning about arguments given by a caller."""
         if args is None or isinstance(args, list):
+            self._flags = [
+                str(argument).split("=")[0] for argument in (sys.argv[1:] if args is None else args)
+            ]
             self.config = parser.parse_args(args)
         else:
             self.config = parser.parse_object(args)
@@ -125,6 +141,10 @@ class TrainingCLI(LightningCLI):
         trainer = config["trainer"]
         set_threads(config["threads_per_rank"])
         _check_checkpoint(config.get("ckpt_path"))
+        ignored = [flag for flag in self._flags if flag == "--latency" or flag.startswith("--latency.")]
+        # In a file they belong to the `fit` that shares it.
+        if ignored and not self.uses_latency:
+            rank_zero_warn(f"{', '.join(ignored)}: ignored; of all commands only fit uses a latency table.")
         if trainer["val_check_interval"] == 0:
             raise ValueError(
                 explain(
@@ -182,6 +202,21 @@ class TrainingCLI(LightningCLI):
                     "change the trainer.* key that this is about",
                 )
             ) from error
+
+    def before_fit(self) -> None:
+        """Find the latency table, or measure it, before any other rank is started."""
+        assert self.subcommand is not None
+        # The table is for rank zero's summary. Where something else has started the ranks, also on other
+        # machines, they wait for it to join them; none measures beside it or writes to the same file.
+        if self.trainer.global_rank != 0:
+            return
+        config = self.config_init[self.subcommand]
+        table = table_of_run(
+            config["latency"], self.trainer, self.model, self.datamodule, threads=config["threads_per_rank"]
+        )
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, RunSummary) and table is not None:
+                callback.latency = table
 
     def _set_seed(self) -> None:
         try:
@@ -248,8 +283,9 @@ def run(
             print(stop.code, file=sys.stderr)
             return 1
         return stop.code or 0
-    except KeyboardInterrupt:
-        print("sb: interrupted before the training began; nothing was saved.", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        told = str(interrupt) or "interrupted before the training began; nothing was saved."
+        print(f"sb: {told}", file=sys.stderr)
         return 130
     except Exception as error:
         return report(error)

@@ -115,7 +115,7 @@ def current_fingerprint(
 
     Args:
         shape: The model's sizes.
-        device: `cpu` or `cuda`.
+        device: Where it runs, as torch names it: `cpu`, `cuda:1`.
         dtype: Element type of the activations; a leading `torch.` is dropped.
         threads: CPU threads of each rank; None asks torch.
         ranks: Ranks that share the machine.
@@ -131,10 +131,11 @@ def current_fingerprint(
         torch_version = version("torch")
     except PackageNotFoundError:
         torch_version = str(torch.__version__)
-    name = torch.cuda.get_device_name() if device == "cuda" else processor_name()
+    kind = torch.device(device).type
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else processor_name()
     return Fingerprint(
         **asdict(shape),
-        device=device,
+        device=kind,
         processor=name,
         threads=torch.get_num_threads() if threads is None else threads,
         ranks=ranks,

@@ -15,7 +15,7 @@ from sb_lightning.attention.checks import check_block_size
 from sb_lightning.attention.huggingface import sparsify
 from sb_lightning.training.settings import AttentionSettings
 
-__all__ = ["backbone_and_head", "build_language_model"]
+__all__ = ["backbone_and_head", "build_configuration", "build_language_model"]
 
 # Set by a few model families to change the scores behind the head, where the chunked loss would miss it.
 SCORE_SCALES = {"final_logit_softcapping": None, "logits_scaling": 1.0, "logit_scale": 1.0}
@@ -97,6 +97,34 @@ def check_model(
         _configuration(dict(architecture), None, None)
 
 
+def build_configuration(
+    architecture: dict[str, Any] | None,
+    pretrained: str | None,
+    *,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+) -> PretrainedConfig:
+    """Return the configuration of the model that `build_language_model` would build, without its weights.
+
+    Args:
+        architecture: Fields of a transformers configuration, `model_type` included.
+        pretrained: Folder or hub name of a checkpoint; exactly one of the two is given.
+        vocab_size: Size that the tokenizer needs; used where `architecture` names none.
+        max_length: Longest sequence of the data in tokens, likewise for `max_position_embeddings`.
+
+    Raises:
+        ValueError: A setting does not fit, or the checkpoint cannot be read.
+    """
+    check_model(architecture, pretrained, None)
+    if pretrained is None:
+        assert architecture is not None
+        return _configuration(dict(architecture), vocab_size, max_length)
+    try:
+        return AutoConfig.from_pretrained(pretrained)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(pretrained, error) from error
+
+
 def backbone_and_head(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     """Return the part that makes hidden states and the head that scores them, through PEFT wrappers too."""
     inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
@@ -146,15 +174,19 @@ def _load(pretrained: str, dtype: torch.dtype) -> PreTrainedModel:
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(pretrained, dtype=dtype)
     except (OSError, ValueError) as error:
-        kind = "folder" if Path(pretrained).exists() else "name"
-        raise ValueError(
-            explain(
-                f"model.pretrained is '{pretrained}'",
-                f"transformers cannot load this {kind} ({str(error).splitlines()[0][:200]})",
-                "pass a folder with config.json and weights, or a hub name that is reachable or cached",
-            )
-        ) from error
+        raise _cannot_load(pretrained, error) from error
     return model
+
+
+def _cannot_load(pretrained: str, error: Exception) -> ValueError:
+    kind = "folder" if Path(pretrained).exists() else "name"
+    return ValueError(
+        explain(
+            f"model.pretrained is '{pretrained}'",
+            f"transformers cannot load this {kind} ({str(error).splitlines()[0][:200]})",
+            "pass a folder with config.json and weights, or a hub name that is reachable or cached",
+        )
+    )
 
 
 def _check_against_data(

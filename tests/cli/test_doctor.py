@@ -163,6 +163,30 @@ def test_the_real_backends_are_listed():
     assert {"attention backend cpu", "attention backend reference"} <= set(lines(checks.check_backends))
 
 
+def test_the_latency_engine_is_told(monkeypatch):
+    import sb_lightning.latency
+    from sb_lightning.latency.engine import REBUILD, Engine
+
+    monkeypatch.setattr(sb_lightning.latency, "ENGINE", Engine("C++", "latency tables run in C++"))
+    line = lines(checks.check_latency_engine)["latency engine"]
+    assert (line.status, line.detail, line.fix) == ("ok", "C++: latency tables run in C++", "")
+    reason = f"latency tables run in plain Python, slowly: _core is not built; {REBUILD}"
+    monkeypatch.setattr(sb_lightning.latency, "ENGINE", Engine("Python", reason))
+    line = lines(checks.check_latency_engine)["latency engine"]
+    assert line.status == "warn"
+    assert line.detail == "Python: latency tables run in plain Python, slowly: _core is not built"
+    assert "build_ext --inplace" in line.fix
+
+
+def test_the_latency_engine_is_in_both_forms_of_the_report(only, capsys):
+    only(checks.check_latency_engine)
+    assert main(["doctor", "--json"]) == 0
+    (line,) = json.loads(capsys.readouterr().out)["checks"]
+    assert line["name"] == "latency engine"
+    assert main(["doctor"]) == 0
+    assert f"{line['status']:<5}latency engine" in capsys.readouterr().out
+
+
 def test_a_missing_compiler_says_what_to_install(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O3")
     line = lines(checks.check_compiler)["compiler"]

@@ -1,0 +1,106 @@
+"""What a profile prints: the plan, a progress bar, and the errors in the end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from sb_lightning.latency.profiler.holdout import PREDICTORS
+from sb_lightning.latency.profiler.schedule import Schedule
+
+__all__ = ["error_table", "progress_bar", "say_plan"]
+
+DRAW_EVERY_S = 0.2
+
+
+def say_plan(console: Console, schedule: Schedule, where: str) -> None:
+    """Say what will be measured and how long it will take.
+
+    Args:
+        console: Where to.
+        schedule: Its first estimates.
+        where: The machine.
+    """
+    grid = schedule.grid
+    coarse, fine = len(grid.levels[0]), len(grid.levels[-1])
+    console.print(f"profile: {where}", highlight=False, soft_wrap=True)
+    done = len(schedule.progress.records)
+    resumed = f"; {done} points measured before are kept" if done else ""
+    console.print(
+        f"plan: sequences of {grid.shortest} to {grid.max_length} tokens, {coarse} points "
+        f"refined up to {fine}, a fifth held out; one round takes about {schedule.round_s(0):.1f} to "
+        f"{schedule.round_s(len(grid.levels) - 1):.1f} s; at most {max(0.0, schedule.left_s):.0f} s{resumed}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@contextlib.contextmanager
+def progress_bar(console: Console, schedule: Schedule) -> Iterator[Callable[[], None]]:
+    """Show the seconds spent and what is known; yields a function that updates it.
+
+    Args:
+        console: Where to; nothing is drawn on one that is not a terminal.
+        schedule: Read at each update.
+    """
+    bar = Progress(
+        TextColumn("measuring"),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        # Its thread would run in the process that is timed.
+        auto_refresh=False,
+        disable=not console.is_terminal,
+    )
+
+    def describe() -> str:
+        records = schedule.progress.records
+        settled = sum(record.is_settled for record in records.values())
+        return f"level {schedule.level + 1}: {len(records)} points, {settled} settled"
+
+    drawn_s = schedule.progress.spent_s
+    with bar:
+        task = bar.add_task(describe(), total=schedule.budget_s)
+        bar.update(task, completed=drawn_s, refresh=True)
+
+        def show() -> None:
+            nonlocal drawn_s
+            spent_s = schedule.progress.spent_s
+            if spent_s - drawn_s >= DRAW_EVERY_S:
+                drawn_s = spent_s
+                bar.update(task, completed=spent_s, description=describe(), refresh=True)
+
+        yield show
+
+
+def error_table(profile: dict[str, Any]) -> Table:
+    """Return the hold-out errors as a table.
+
+    Args:
+        profile: What a table keeps in `profile`.
+    """
+    count = sum(point["held_out"] for point in profile["points"])
+    title = f"Errors on {count} held-out points of {len(profile['points'])}"
+    noise = profile["noise"]
+    caption = "Noise: unknown, each point was measured once."
+    if noise["spread"] is not None:
+        caption = f"Noise: a single step varies by {noise['spread']:.1%}"
+        error = noise["held_out_error"]
+        caption += "." if error is None else f"; the held-out medians are known within {error:.1%}."
+    if noise["interrupted"] > 0:
+        caption += f" Other programs interrupted {noise['interrupted']:.0%} of the steps, which do not count."
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("predictor")
+    table.add_column("median error", justify="right")
+    table.add_column("worst error", justify="right")
+    for name, label in PREDICTORS.items():
+        errors = profile["errors"][name]
+        table.add_row(label, *("-" if value is None else f"{value:.1%}" for value in errors.values()))
+    return table
