@@ -7,14 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sb_lightning.callbacks.checkpoint import LastCheckpoint
+    from sb_lightning.callbacks.imbalance_monitor import ImbalanceMonitor
     from sb_lightning.callbacks.model_line import ModelLine
     from sb_lightning.callbacks.predictions import PredictionWriter
     from sb_lightning.callbacks.progress import TrainingProgress
     from sb_lightning.callbacks.summary import RunSummary
 
-__all__ = ["LastCheckpoint", "ModelLine", "PredictionWriter", "RunSummary", "TrainingProgress"]
+__all__ = [
+    "ImbalanceMonitor",
+    "LastCheckpoint",
+    "ModelLine",
+    "PredictionWriter",
+    "RunSummary",
+    "TrainingProgress",
+]
 
 _HOME = {
+    "ImbalanceMonitor": "imbalance_monitor",
     "LastCheckpoint": "checkpoint",
     "ModelLine": "model_line",
     "PredictionWriter": "predictions",

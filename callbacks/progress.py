@@ -8,13 +8,14 @@ from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.callbacks import ProgressBar
 from rich import get_console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from sb_lightning._messages import explain
-from sb_lightning.callbacks.windows import Clock, Window, WindowMeter, loss_of_window
+from sb_lightning.balance.window_sync import SyncPart, WindowSync
+from sb_lightning.callbacks.windows import Clock, WindowMeter, loss_of_window
+from sb_lightning.data.trainer import data_parallel
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -28,8 +29,10 @@ class TrainingProgress(ProgressBar):
 
     Validation is shown below it. Where the output is not a terminal, a plain line is printed instead. Works
     in any Lightning project: without sequence lengths in the batch (see `length_source`) tokens per second
-    are left out, without a logged loss the one that `training_step` returned is shown. Every rank takes part
-    in one sum of one integer per window; rank zero draws.
+    are left out, without a logged loss the one that `training_step` returned is shown; what is logged with
+    `prog_bar=True` is added, and the imbalance where an `ImbalanceMonitor` measures it. The ranks
+    bring their tokens together once per window, in the gather that they share with other callbacks
+    (:class:`~sb_lightning.balance.WindowSync`); rank zero draws.
 
     Throughput is that of the last 20 windows. It leaves out validation, and the first window, which warms up.
     The time left is by the clock, validation included.
@@ -67,6 +70,7 @@ class TrainingProgress(ProgressBar):
         self._main: TaskID | None = None
         self._below: TaskID | None = None
         self._meter = WindowMeter()
+        self._part: SyncPart | None = None
         self._recent: deque[tuple[int, float]] = deque(maxlen=20)
         self._total: int | None = None
         self._done = 0
@@ -104,6 +108,7 @@ class TrainingProgress(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Open the bar; a resumed run starts where it stopped."""
         self._meter = WindowMeter(self.clock, trainer.global_step)
+        self._part = WindowSync.of(trainer).register("progress", ints=1, fill=self._fill)
         self._recent.clear()
         self._windows = 0
         self._done = trainer.global_step
@@ -115,17 +120,18 @@ class TrainingProgress(ProgressBar):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Count time."""
-        self._meter.resume()
+        self._meter.start(batch)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count tokens; advance the bar when the optimizer has stepped."""
         self._meter.add(batch)
-        window = self._meter.close(trainer)
-        if window is None:
+        if trainer.global_step == self._done:
             return
-        tokens = self.sync_tokens(trainer, window)
+        tokens = self.sync_tokens(trainer)
+        window = self._meter.close(trainer)
+        assert window is not None
         self._windows += 1
         self._done = trainer.global_step
         if self._windows == 1:
@@ -136,16 +142,17 @@ class TrainingProgress(ProgressBar):
             self._loss = loss_of_window(trainer, outputs, self.loss_name)
             self._show_window(trainer)
 
-    @staticmethod
-    def sync_tokens(trainer: Trainer, window: Window) -> int:
-        """Return the window's tokens over all ranks: the only collective, once per window."""
-        if trainer.world_size == 1:
-            return window.tokens
-        tokens = torch.tensor(window.tokens, device=trainer.strategy.root_device)
-        total = int(trainer.strategy.reduce(tokens, reduce_op="sum"))
+    def _fill(self, global_step: int) -> tuple[list[float], list[int]]:
+        # Another callback may ask for the gather before this one has seen the micro-batch's end: the meter
+        # counts the one at hand.
+        return [], [self._meter.tokens]
+
+    def sync_tokens(self, trainer: Trainer) -> int:
+        """Return the window's tokens over all ranks; all ranks must call this."""
+        assert self._part is not None
+        total = int(self._part.collect(trainer.global_step).ints.sum())
         # Ranks that share one batch (tensor parallel) have counted it several times.
-        replicas = (getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}).get("num_replicas")
-        return total * (replicas or trainer.world_size) // trainer.world_size
+        return total * data_parallel(trainer)[0] // trainer.world_size
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out what lies between two epochs."""
@@ -220,11 +227,17 @@ class TrainingProgress(ProgressBar):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the terminal back, so that the message is readable."""
-        self._close()
+        self._leave()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the terminal back."""
+        self._leave()
+
+    def _leave(self) -> None:
         self._close()
+        if self._part is not None:
+            self._part.remove()
+            self._part = None
 
     # Drawing.
 
@@ -246,7 +259,7 @@ class TrainingProgress(ProgressBar):
         shown = {self.loss_name, self.validation_loss_name}
         metrics = trainer.progress_bar_metrics if self._windows else {}
         parts.extend(
-            f"{name} {_number(value)}"
+            f"{name.removeprefix('balance/')} {_number(value)}"
             for name, value in metrics.items()
             if isinstance(value, (int, float)) and name not in shown
         )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,9 +15,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-__all__ = ["Stopwatch", "Window", "WindowMeter", "length_source", "loss_of_window"]
+__all__ = ["Stopwatch", "Window", "WindowMeter", "is_padding", "length_source", "loss_of_window"]
 
 Clock = Callable[[], float]
+# Batches that may wait for their window's end before their lengths are read, so that they can be freed.
+MOST_UNREAD = 256
 
 
 def length_source(batch: Any) -> Callable[[], list[int]] | None:
@@ -44,6 +48,17 @@ def length_source(batch: Any) -> Callable[[], list[int]] | None:
         num_sequences, length = tokens.shape
         return lambda: [length] * num_sequences
     return None
+
+
+def is_padding(batch: Any) -> bool:
+    """Return whether a micro-batch only fills up a short window: its `target_tokens` is the number 0.
+
+    Args:
+        batch: The batch as `training_step` gets it. A tensor of that name, as other projects have, is
+            something else.
+    """
+    count = batch.get("target_tokens") if isinstance(batch, Mapping) else None
+    return isinstance(count, Integral) and int(count) == 0
 
 
 def _lengths_from_positions(positions: Tensor) -> list[int]:
@@ -116,11 +131,28 @@ class Window:
     one."""
 
 
+class _MicroBatch:
+    """The lengths of a micro-batch, read once; the batch is not held from then on."""
+
+    def __init__(self, batch: Any) -> None:
+        self._source = length_source(batch)
+        self.is_padding = is_padding(batch)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        source, self._source = self._source, None
+        return [] if source is None else source()
+
+    @property
+    def tokens(self) -> int:
+        return 0 if self.is_padding else sum(self.lengths)
+
+
 class WindowMeter:
     """Collects micro-batches until the optimizer steps; works with automatic and manual optimization.
 
     One serves one training. The time of validation, and what lies between two epochs, is left out. Nothing
-    waits for the device before the window ends.
+    waits for the device before the window ends, unless it has hundreds of micro-batches.
 
     Args:
         clock: Returns seconds; replaced in tests.
@@ -130,11 +162,20 @@ class WindowMeter:
     def __init__(self, clock: Clock = time.perf_counter, global_step: int = 0) -> None:
         self._watch = Stopwatch(clock)
         self._step = global_step
-        self._pending: list[tuple[Callable[[], list[int]], bool]] = []
+        self._running: _MicroBatch | None = None
+        self._pending: list[_MicroBatch] = []
 
     def resume(self) -> None:
         """Go on counting time; called when a training micro-batch starts."""
         self._watch.resume()
+
+    def start(self, batch: Any) -> None:
+        """Go on counting time, and let `tokens` include a micro-batch that starts.
+
+        It counts for the window only once it is added: what another callback skips after its start does not.
+        """
+        self._watch.resume()
+        self._running = _MicroBatch(batch)
 
     def pause(self) -> None:
         """Stop counting time; called when validation starts and when an epoch ends."""
@@ -142,21 +183,27 @@ class WindowMeter:
 
     def add(self, batch: Any) -> None:
         """Remember a micro-batch that has run."""
-        source = length_source(batch)
-        if source is not None:
-            is_padding = isinstance(batch, Mapping) and batch.get("target_tokens") == 0
-            self._pending.append((source, is_padding))
+        running, self._running = self._running, None
+        self._pending.append(running or _MicroBatch(batch))
+        if len(self._pending) % MOST_UNREAD == 0:
+            for micro_batch in self._pending[-MOST_UNREAD:]:
+                _ = micro_batch.lengths
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the window so far, without padding micro-batches; reading it may wait for the device."""
+        running = [] if self._running is None else [self._running]
+        return sum(micro_batch.tokens for micro_batch in [*self._pending, *running])
 
     def close(self, trainer: Trainer) -> Window | None:
         """Return the window that has ended, or None if the optimizer has not stepped since the last one."""
         if trainer.global_step == self._step:
             return None
         self._step = trainer.global_step
-        window = Window()
-        for source, is_padding in self._pending:
-            lengths = source()
-            window.lengths.extend(lengths)
-            window.tokens += 0 if is_padding else sum(lengths)
+        window = Window(
+            lengths=[length for micro_batch in self._pending for length in micro_batch.lengths],
+            tokens=sum(micro_batch.tokens for micro_batch in self._pending),
+            seconds=self._watch.lap(),
+        )
         self._pending.clear()
-        window.seconds = self._watch.lap()
         return window

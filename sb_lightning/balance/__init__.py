@@ -1,4 +1,4 @@
-"""Which sequences each rank trains on: plans of windows, the batch sampler and its loader."""
+"""Which sequences each rank trains on: window plans, the batch sampler, its loader, the ranks' meeting."""
 
 from sb_lightning.balance.loader import BalancedDataLoader
 from sb_lightning.balance.sampler import Cell, SparsityAwareBatchSampler
@@ -9,12 +9,16 @@ from sb_lightning.balance.window import (
     plan_random_window,
     window_members,
 )
+from sb_lightning.balance.window_sync import Gathered, SyncPart, WindowSync
 
 __all__ = [
     "BalancedDataLoader",
     "Cell",
+    "Gathered",
     "SparsityAwareBatchSampler",
+    "SyncPart",
     "WindowPlan",
+    "WindowSync",
     "epoch_permutation",
     "num_micro_batches",
     "plan_random_window",

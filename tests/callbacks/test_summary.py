@@ -159,7 +159,7 @@ def test_without_the_other_ranks_only_the_work_of_rank_zero_is_told(tmp_path):
     callback._is_open = True
     two = SimpleNamespace(
         is_global_zero=True, world_size=2, global_step=5, strategy=run.strategy, loggers=[],
-        default_root_dir=tmp_path, checkpoint_callbacks=[], fast_dev_run=False,
+        default_root_dir=tmp_path, callbacks=[], checkpoint_callbacks=[], fast_dev_run=False,
     )  # fmt: skip
     callback.on_exception(two, PackedModule(), KeyboardInterrupt())
     found = callback.summary

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from packed_run import Clock, packed
 
-from sb_lightning.callbacks.windows import Stopwatch, WindowMeter, length_source
+from sb_lightning.callbacks.windows import MOST_UNREAD, Stopwatch, WindowMeter, is_padding, length_source
 
 LENGTH_CASES = {
     "packed": (packed([3, 0, 5]), [3, 0, 5]),
@@ -45,6 +47,47 @@ def test_lengths_are_not_read_before_the_window_ends():
     batch["cu_seqlens"][1] = 3
     run.global_step = 1
     assert meter.close(run).lengths == [3, 1]
+
+
+def test_lengths_are_read_once_and_before_too_many_batches_are_held():
+    meter, run = WindowMeter(), SimpleNamespace(global_step=0)
+    first, second = packed([2, 3]), packed([1])
+    gone = weakref.ref(second["cu_seqlens"])
+    meter.start(first)
+    assert meter.tokens == 5
+    # What was read is kept.
+    first["cu_seqlens"][1] = 0
+    meter.add(first)
+    first["cu_seqlens"][-1] = 0
+    meter.add(second)
+    del second
+    for _ in range(3, MOST_UNREAD):
+        meter.add(packed([1]))
+    assert gone() is not None
+    meter.add(packed([1]))
+    assert gone() is None
+    run.global_step = 1
+    window = meter.close(run)
+    assert (window.lengths[:2], window.tokens, len(window.lengths)) == ([2, 3], 5 + 255, 2 + 255)
+
+
+def test_a_micro_batch_that_never_ended_is_not_of_the_window():
+    meter, run = WindowMeter(), SimpleNamespace(global_step=0)
+    meter.start(packed([9]))
+    meter.start(packed([4]))
+    meter.add(packed([4]))
+    assert meter.tokens == 4
+    run.global_step = 1
+    assert meter.close(run).tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(0, True), (np.int64(0), True), (3, False), (None, False), (torch.zeros(2, 3), False), ("0", False)],
+)
+def test_only_the_number_zero_says_padding(count, expected):
+    assert is_padding({"target_tokens": count}) is expected
+    assert not is_padding([count])
 
 
 def test_the_stopwatch_counts_only_while_it_runs():
