@@ -7,6 +7,8 @@ import warnings
 
 __all__ = ["hide_noise"]
 
+# Both packages share one variable for their logger: whichever was imported last speaks for both.
+LOGGERS = ("lightning.pytorch.utilities.rank_zero", "pytorch_lightning.utilities.rank_zero")
 ADVERTISED = ("[litlogger]", "[litmodels]")
 # Between torch and Lightning; nobody else can mend it.
 DEPRECATIONS = (r".*isinstance\(treespec, LeafSpec\)",)
@@ -14,7 +16,8 @@ DEPRECATIONS = (r".*isinstance\(treespec, LeafSpec\)",)
 
 def hide_noise() -> None:
     """Hide Lightning's advertisements and its own use of what torch deprecates."""
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_about_the_run)
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_is_about_the_run)
     for message in DEPRECATIONS:
         warnings.filterwarnings("ignore", message=message)
 
