@@ -95,6 +95,9 @@ def imbalance_table(summary: dict[str, Any], spans: str | None = None) -> Table:
         table.add_row(
             "idle", f"{_ms(summary['idle_ms'])} per window and rank, {summary['idle_share']:.1%} of the time"
         )
+        lost = summary["time_ms"]["wait"] + summary["time_ms"]["broadcast"]
+        share = lost / summary["window_ms"] if summary["window_ms"] else 0.0
+        table.add_row("lost waiting", f"{_ms(lost)} per window and rank, {share:.1%} of the time")
         shares = [f"rank {rank} in {share:.0%}" for rank, share in summary["straggler_share"].items()]
         table.add_row(
             "slowest", f"{', '.join(shares[:8])}{', ...' if len(shares) > 8 else ''} of the windows"
@@ -107,7 +110,9 @@ def imbalance_table(summary: dict[str, Any], spans: str | None = None) -> Table:
             table.add_row(
                 "worst cells" if number == 0 else "",
                 f"window {worst['window']}, rank {worst['rank']}, micro-batch {worst['micro_batch']}: "
-                f"{_ms(worst['busy_ms'])}" + (f"; sequence {named}" if named else ""),
+                f"{_ms(worst['busy_ms'])}"
+                + (f"; sequence {named}" if named else "")
+                + f"; others idle {_ms(worst['idle_ms'])}",
             )
     met = f", and {_ms(summary['sync_ms'])} until the ranks have met" if is_parallel else ""
     table.add_row(

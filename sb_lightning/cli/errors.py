@@ -48,7 +48,8 @@ def _known(error: Exception) -> Exception:
             explain(
                 str(error),
                 "the file system refused it",
-                "free space there or grant the right, or move trainer.default_root_dir or data.cache_dir",
+                "free space there or grant the right, or move what lies there (trainer.default_root_dir, "
+                "data.cache_dir, --output)",
             )
         )
     return error

@@ -240,6 +240,10 @@ def table_of_run(
         return None
     if cached is None:
         cached = _measure(conditions, settings, path)
+    else:
+        off = cached.profile.get("errors", {}).get("table", {}).get("median")
+        told = "" if off is None else f" (median error {off:.1%})"
+        rank_zero_info(f"Latency table: {path}{told}; delete it to measure again.")
     cached.label = f"{path}, {cached.label}"
     return cached
 
@@ -285,6 +289,7 @@ def _load_cached(path: Path) -> LatencyTable | None:
         return None
     except ValueError as error:
         rank_zero_warn(f"The cached latency table is measured anew: {error}")
+        path.unlink()
         return None
 
 
@@ -299,6 +304,15 @@ def _compare(table: LatencyTable, conditions: Conditions) -> None:
         # A table may hold for sequences of any length; only of a model that was passed are weights counted.
         if key in noted and key not in ("max_length", "parameters") and noted[key] != value
     ]
+    longest = table.measurements.lengths[-1]
+    if longest < conditions.max_length:
+        rank_zero_warn(
+            explain(
+                f"latency.table ends at {longest} tokens and data.max_length is {conditions.max_length}",
+                "longer sequences are extrapolated",
+                "measure again with `sb profile`, or set latency.table to auto",
+            )
+        )
     if differences:
         rank_zero_warn(
             explain(

@@ -66,6 +66,7 @@ def write_trace(
 
     Raises:
         FileNotFoundError: The run has no spans.
+        OSError: Its spans cannot be read, or the folder for the files cannot be made.
         ValueError: A window is not among those of the run, or the spans cannot be read.
         RuntimeError: matplotlib is needed and not installed.
     """
@@ -87,9 +88,19 @@ def write_trace(
                 )
             )
     output = output or folder
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            explain(
+                f"--output is '{output}'",
+                f"no folder can be made there ({error.strerror or error})",
+                "pass as --output a folder, or a path where one can be made",
+            )
+        ) from error
     paths = [output / "trace.json"]
-    write_whole(paths[0], json.dumps(chrome_trace(spans), separators=(",", ":")) + "\n")
+    text = json.dumps(chrome_trace(spans), separators=(",", ":"), allow_nan=False)
+    write_whole(paths[0], text + "\n")
     if png:
         paths.append(output / "trace.png")
         draw_gantt(spans, paths[1], [("window", window) for window in windows] if windows else None)

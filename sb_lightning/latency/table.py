@@ -45,6 +45,14 @@ class LatencyModel(EngineTable):
             m.outside,
         )
 
+    def __repr__(self) -> str:
+        m = self.measurements
+        return (
+            f"{type(self).__name__}({self.label}: {len(m.lengths)} lengths of {m.lengths[0]} to "
+            f"{m.lengths[-1]} tokens, {m.layers} + {m.dense_layers} layers with and without a budget, "
+            f"blocks of {m.block_size} keys)"
+        )
+
     def __reduce__(self) -> tuple[Callable[..., LatencyModel], tuple[Any, ...]]:
         # Copies are built anew, in this process or in a data loader's worker.
         return LatencyModel, (self.measurements, self.label)
@@ -135,5 +143,11 @@ class LatencyTable(LatencyModel):
         """
         return self.fingerprint.differences(run)
 
-    def __reduce__(self) -> tuple[Callable[..., LatencyTable], tuple[dict[str, Any]]]:
-        return LatencyTable.from_dict, (self.to_dict(),)
+    def __reduce__(self) -> tuple[Callable[..., LatencyTable], tuple[dict[str, Any], str]]:
+        return _copy, (self.to_dict(), self.label)
+
+
+def _copy(document: dict[str, Any], label: str) -> LatencyTable:
+    table = LatencyTable.from_dict(document)
+    table.label = label
+    return table

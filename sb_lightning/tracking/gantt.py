@@ -108,6 +108,8 @@ def draw_gantt(run: RunSpans, path: Path, windows: list[tuple[str, int]] | None 
     used: set[str] = set()
     for axis, (title, window, cells) in zip(axes, panels, strict=True):
         used |= _draw_window(axis, f"{title} ({window})", cells)
+    # One scale for all: that of the longest window.
+    axes[-1].set_xlim(0, max(1e3 * _seconds(cells) for _, _, cells in panels))
     axes[-1].set_xlabel("time since the window's start (ms)")
     handles = _legend([lane for lane in LANES if lane in used])
     figure.legend(
@@ -130,13 +132,17 @@ def _ranks(cells: list[CellRecord]) -> list[int]:
     return sorted(sorted(busy, key=lambda rank: -busy[rank])[:MAX_RANKS])
 
 
+def _seconds(cells: list[CellRecord]) -> float:
+    return max(cell.end for cell in cells) - min(cell.start for cell in cells)
+
+
 def _draw_window(axis: Axes, title: str, cells: list[CellRecord]) -> set[str]:
     ranks, start = _ranks(cells), min(cell.start for cell in cells)
     times = cell_times(cells)
     busy = np.nansum(times, axis=1)
     straggler = sorted({cell.rank for cell in cells})[int(busy.argmax())]
     used: set[str] = set()
-    length = 1e3 * (max(cell.end for cell in cells) - start)
+    length = 1e3 * _seconds(cells)
     for cell in cells:
         if cell.rank not in ranks:
             continue
@@ -154,7 +160,6 @@ def _draw_window(axis: Axes, title: str, cells: list[CellRecord]) -> set[str]:
         _label(axis, cell, row, start, length)
     axis.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
     axis.set_ylim(len(ranks) - 0.45, -0.55)
-    axis.set_xlim(0, None)
     left_out = len(busy) - len(ranks)
     more = f"  ({left_out} less busy ranks not shown)" if left_out else ""
     axis.set_title(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,13 @@ FORMAT = "sb_lightning.spans"
 VERSION = 1
 FOLDER = "spans"
 """Name of the folder in that of a run."""
+# What a line may hold; nothing that was measured comes near these.
+LIMIT = 2**64
+MOST_RANKS = MOST_MICRO_BATCHES = 1_000_000
+MOST_UNIX_S = 1e11
+MOST_DEPTH = 8
+# Missing files that a warning names.
+MOST_NAMED = 8
 
 
 def span_path(folder: Path, rank: int) -> Path:
@@ -119,14 +127,15 @@ def read_spans(folder: Path) -> RunSpans:
 
     Where sessions ran the same windows (after a resume, or when an unrelated run wrote into the same folder),
     the latest counts: a session replaces all windows of earlier ones from its own first one on. What cannot
-    be read is left out, with a warning that names the file: lines that are damaged, and files of ranks that
-    are missing.
+    be read is left out, with a warning that names the file: lines that are damaged (a number that is not
+    finite counts as damage, but for metrics that are NaN), and files of ranks that are missing.
 
     Args:
         folder: Folder of the run, or its `spans` folder.
 
     Raises:
         FileNotFoundError: There are no spans.
+        OSError: A file of them cannot be read.
         ValueError: They are of a version that this release cannot read, or none is whole.
     """
     inner = folder / FOLDER
@@ -173,7 +182,9 @@ def read_spans(folder: Path) -> RunSpans:
     ]
     missing = sorted(set(range(run.ranks)) - {file.rank for file in files})
     if missing:
-        names = ", ".join(span_path(Path(), rank).name for rank in missing)
+        names = ", ".join(span_path(Path(), rank).name for rank in missing[:MOST_NAMED])
+        if len(missing) > MOST_NAMED:
+            names += f" and {len(missing) - MOST_NAMED} more"
         warnings.warn(
             f"{place} lacks {names}: the run had {run.ranks} ranks. What is missing is left out.",
             stacklevel=2,
@@ -217,50 +228,41 @@ class _File:
         """Session, end since its start, window, metrics."""
         self._damaged: list[int] = []
         self._entries: list[tuple[int, dict[str, Any]]] = []
-        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        for number, line in enumerate(_content(path).split(b"\n"), start=1):
             if line.strip():
                 try:
                     entry = json.loads(line)
-                    str(entry["kind"])
-                    self._entries.append((number, entry))
-                except (KeyError, TypeError, ValueError):
+                    _check(path, entry)
+                except _VersionError:
+                    raise
+                except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
                     self._damaged.append(number)
+                else:
+                    self._entries.append((number, entry))
 
     def read_headers(self, sessions: dict[str, _Session]) -> None:
         """Add the sessions that the file tells of."""
-        for number, entry in self._entries:
-            if entry["kind"] != "header":
-                continue
-            try:
-                _check_version(self.path, entry)
-                self.rank = int(entry["rank"])
-                session = _Session(float(entry["start_unix_s"]), int(entry["ranks"]))
+        for _, entry in self._entries:
+            if entry["kind"] == "header":
+                self.rank = entry["rank"]
                 # The barrier at the start is one moment on all ranks.
-                sessions.setdefault(str(entry["session"]), session)
-            except (KeyError, TypeError, ValueError) as error:
-                if isinstance(error, _VersionError):
-                    raise
-                self._damaged.append(number)
+                sessions.setdefault(entry["session"], _Session(float(entry["start_unix_s"]), entry["ranks"]))
 
     def read_cells(self, sessions: Mapping[str, _Session]) -> list[CellRecord]:
         """Return the cells, in seconds since the start of their session; keep the windows."""
         cells = []
         for number, entry in self._entries:
-            try:
-                if entry["kind"] not in ("cell", "window"):
-                    continue
-                # Every line tells its session, so that those after a damaged header are not taken for the
-                # session before.
-                session = str(entry["session"])
-                if session not in sessions:
-                    raise ValueError("a session without a header")
-                if entry["kind"] == "cell":
-                    cells.append(_cell(entry, self.rank, session))
-                else:
-                    found = (float(entry["end_us"]) / 1e6, int(entry["window"]), dict(entry["metrics"]))
-                    self.windows.append((session, *found))
-            except (KeyError, TypeError, ValueError, AttributeError):
+            if entry["kind"] not in ("cell", "window"):
+                continue
+            # Every line tells its session, so that those after a damaged header are not taken for the
+            # session before.
+            if entry["session"] not in sessions:
                 self._damaged.append(number)
+            elif entry["kind"] == "cell":
+                cells.append(_cell(entry, self.rank))
+            else:
+                metrics = {name: float(value) for name, value in entry["metrics"].items()}
+                self.windows.append((entry["session"], entry["end_us"] / 1e6, entry["window"], metrics))
         if self._damaged:
             count, numbers = len(self._damaged), sorted(self._damaged)
             shown = ", ".join(map(str, numbers[:5])) + (", ..." if count > 5 else "")
@@ -271,36 +273,151 @@ class _File:
         return cells
 
 
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise OSError(
+            explain(
+                f"{path} cannot be read ({error.strerror or error})",
+                "the spans of a rank are a file of lines that this user may read",
+                f"move it away or mend it, or pass another run's folder than '{path.parent}'",
+            )
+        ) from error
+
+
 class _VersionError(ValueError):
     pass
 
 
 def _check_version(path: Path, header: Mapping[str, Any]) -> None:
-    if header["format"] != FORMAT or header["version"] != VERSION:
+    found, version = header["format"], header["version"]
+    _text(found)
+    _whole(version)
+    if found != FORMAT or version != VERSION:
         raise _VersionError(
             explain(
-                f"{path} has format {header['format']!r}, version {header['version']!r}",
+                f"{path} has format {found!r}, version {version!r}",
                 f"this release reads {FORMAT!r}, version {VERSION}",
                 "read it with the release that wrote it",
             )
         )
 
 
-def _cell(entry: dict[str, Any], rank: int, session: str) -> CellRecord:
-    spans = [
-        Span(lane, start / 1e6, (start + length) / 1e6)
-        for lane, start, length in entry["spans"]
-        if lane in LANES
-    ]
-    if not spans:
+def _check(path: Path, entry: Any) -> None:
+    """Raise an error unless a line is as docs/imbalance.md describes it; kinds that are unknown pass."""
+    kind = entry["kind"]
+    _text(kind)
+    if kind == "header":
+        _check_version(path, entry)
+    for name, check in REQUIRED.get(kind, {}).items():
+        check(entry[name])
+    if kind == "header":
+        _whole(entry["rank"], high=entry["ranks"] - 1)
+    elif kind == "cell":
+        for name in entry.keys() - REQUIRED[kind].keys():
+            OPTIONAL.get(name, _plain)(entry[name])
+
+
+def _number(value: Any, low: float = -LIMIT, high: float = LIMIT) -> None:
+    # NaN is in no range, and a bool is no number.
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise ValueError("not a finite number in its range")
+
+
+def _whole(value: Any, low: float = 0, high: float = LIMIT) -> None:
+    _number(value, low, high)
+    if type(value) is not int:
+        raise ValueError("not an integer")
+
+
+def _text(value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError("not a text")
+
+
+def _truth(value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError("not true or false")
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise ValueError("not a list")
+    return value
+
+
+def _check_spans(value: Any) -> None:
+    for lane, start, length in map(_list, _list(value)):
+        _text(lane)
+        _number(start)
+        _number(length, low=0)
+    if not any(lane in LANES for lane, _, _ in value):
         raise ValueError("no spans")
-    known = ("kind", "session", "window", "micro_batch", "spans", "busy_ms")
+
+
+def _check_sequences(value: Any) -> None:
+    for name, length in map(_list, _list(value)):
+        _whole(name, low=-LIMIT)
+        _whole(length)
+
+
+def _check_metrics(value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    for metric in value.values():
+        # A metric may be unknown.
+        if not (isinstance(metric, float) and math.isnan(metric)):
+            _number(metric)
+
+
+def _plain(value: Any, depth: int = MOST_DEPTH) -> None:
+    """Check a field that this release does not know: it must fit into a trace."""
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise ValueError("too deep")
+        for item in value.values() if isinstance(value, dict) else value:
+            _plain(item, depth - 1)
+    elif value is not None and not isinstance(value, bool | str):
+        _number(value)
+
+
+REQUIRED: dict[str, dict[str, Callable[[Any], None]]] = {
+    "header": {
+        "session": _text,
+        "ranks": lambda value: _whole(value, 1, MOST_RANKS),
+        "rank": _whole,
+        "start_unix_s": lambda value: _number(value, -MOST_UNIX_S, MOST_UNIX_S),
+    },
+    "cell": {
+        "kind": _text,
+        "session": _text,
+        "window": _whole,
+        "micro_batch": lambda value: _whole(value, high=MOST_MICRO_BATCHES),
+        "busy_ms": _number,
+        "spans": _check_spans,
+    },
+    "window": {"session": _text, "window": _whole, "end_us": _number, "metrics": _check_metrics},
+}
+OPTIONAL: dict[str, Callable[[Any], None]] = {
+    **dict.fromkeys(("step", "epoch", "tokens", "longest", "num_sequences"), _whole),
+    **dict.fromkeys(("predicted_ms", "budget"), _number),
+    "sequences": _check_sequences,
+    "is_padding": _truth,
+}
+
+
+def _cell(entry: dict[str, Any], rank: int) -> CellRecord:
     return CellRecord(
-        session=session,
+        session=entry["session"],
         rank=rank,
-        window=int(entry["window"]),
-        micro_batch=int(entry["micro_batch"]),
-        spans=spans,
+        window=entry["window"],
+        micro_batch=entry["micro_batch"],
+        spans=[
+            Span(lane, start / 1e6, (start + length) / 1e6)
+            for lane, start, length in entry["spans"]
+            if lane in LANES
+        ],
         busy_ms=float(entry["busy_ms"]),
-        details={key: value for key, value in entry.items() if key not in known},
+        details={key: value for key, value in entry.items() if key not in REQUIRED["cell"]},
     )

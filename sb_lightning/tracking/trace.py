@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sb_lightning.tracking.span_file import CellRecord, RunSpans
@@ -39,7 +40,8 @@ def chrome_trace(run: RunSpans) -> dict[str, Any]:
         events += _cell_events(cell)
     for end, window, metrics in run.windows:
         for name, value in metrics.items():
-            if name.startswith(("balance/", "throughput/", "predict/")):
+            # JSON has no NaN, which stands for what is unknown.
+            if name.startswith(("balance/", "throughput/", "predict/")) and math.isfinite(value):
                 events.append(_counter(name, 0, end, value))
         events.append(
             {"ph": "i", "s": "g", "name": f"end of window {window}", "pid": 0, "tid": 0, "ts": _us(end)}

@@ -44,8 +44,11 @@ def test_round_trip(path):
 
 def test_copies_and_pickles(path):
     first = LatencyTable.load(path)
+    first.label = "cache/table.json"
     for again in (copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
         assert type(again) is LatencyTable
+        assert again.label == "cache/table.json"
+        assert "cache/table.json" in repr(again)
         assert predictions(again) == predictions(first)
 
 

@@ -9,15 +9,16 @@ import threading
 from dataclasses import asdict, replace
 
 import pytest
+import torch
 from fake_machine import CONFIG, LAYERS, ONCE, Machine, conditions, profiled, read, step_ms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from sb_lightning.latency import LatencyTable
+from sb_lightning.latency import LatencyTable, profile
 from sb_lightning.latency.profiler import run_profile
 from sb_lightning.latency.profiler.points import Grid, Point
-from sb_lightning.latency.profiler.report import DRAW_EVERY_S
+from sb_lightning.latency.profiler.report import DRAW_EVERY_S, doubts
 from sb_lightning.latency.profiler.samples import Record, Sample
 from sb_lightning.latency.profiler.schedule import MOST_STEPS, VISIT_MS
 
@@ -193,7 +194,9 @@ def test_samples_of_another_run_are_not_mixed_in(tmp_path):
     assert (tmp_path / "table.json.partial.json").exists()
 
 
-@pytest.mark.parametrize("change", ["cut", "version", "sample", "kind"])
+@pytest.mark.parametrize(
+    "change", ["cut", "version", "sample", "kind", "length", "seconds", "settings", "nested"]
+)
 def test_a_damaged_partial_file_is_refused(change, tmp_path):
     path, partial = tmp_path / "table.json", tmp_path / "table.json.partial.json"
     interrupted(path, conditions())
@@ -203,6 +206,10 @@ def test_a_damaged_partial_file_is_refused(change, tmp_path):
         "version": text.replace('"version": 1', '"version": 99'),
         "sample": re.sub(r'"samples": \[\[[\d.e+-]+', '"samples": [["x"', text, count=1),
         "kind": "[1, 2]",
+        "length": re.sub(r'"length": \d+', '"length": 7', text, count=1),
+        "seconds": re.sub(r'"spent_s": [\d.e+-]+', '"spent_s": NaN', text),
+        "settings": re.sub(r'"settings": \{.*?\}', '"settings": null', text),
+        "nested": "[" * 100_000,
     }[change]
     assert damaged != text
     partial.write_text(damaged)
@@ -220,13 +227,53 @@ def test_table_and_picture_are_written(tmp_path):
     assert table.profile["settings"]["max_length"] == 8192
 
 
-@pytest.mark.parametrize("name", ["table.png", "table.PNG", "folder"])
+@pytest.mark.parametrize(
+    "name", ["table.png", "table.PNG", "folder", "run.yaml", "run.yaml/table.json", "pipe"]
+)
 def test_an_output_that_cannot_hold_table_and_picture_is_refused_before_measuring(name, tmp_path):
     (tmp_path / "folder").mkdir()
+    (tmp_path / "run.yaml").write_text("trainer: {}")
+    os.mkfifo(tmp_path / "pipe")
     machine = Machine()
-    with pytest.raises(ValueError, match=r"the output .*To fix it, name .*\.json"):
+    with pytest.raises(ValueError, match=r"the output .*To fix it, name "):
         profiled(machine, budget_seconds=3, output=tmp_path / name)
     assert machine.steps == 0
+    assert (tmp_path / "run.yaml").read_text() == "trainer: {}"
+
+
+def test_an_older_table_is_replaced(tmp_path):
+    first = profiled(Machine(), budget_seconds=1, output=tmp_path / "table.json")
+    profiled(Machine(), budget_seconds=3, output=tmp_path / "table.json")
+    assert LatencyTable.load(tmp_path / "table.json").to_dict() != first.to_dict()
+
+
+def test_only_models_of_transformers_are_measured():
+    with pytest.raises(TypeError, match=r"the model is a Linear: .* To fix it, pass a causal language model"):
+        profile(torch.nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("held_out", "noise", "medians", "said"),
+    [
+        (9, (0.02, 0.01), (0.02, 0.3, 0.2), None),
+        (4, (0.02, 0.01), (0.02, 0.3, 0.2), "4 held-out points are too few"),
+        (9, (None, None), (0.02, 0.3, 0.2), "no point was measured twice"),
+        (9, (0.3, 0.01), (0.02, 0.3, 0.2), "the machine was busy"),
+        (9, (0.02, 0.01), (0.25, 0.3, 0.2), "a simple predictor did better"),
+        (0, (None, None), (None, None, None), "0 held-out points are too few to judge it, no point was"),
+    ],
+)
+def test_doubts_about_a_table_are_told(held_out, noise, medians, said):
+    found = doubts(
+        {
+            "points": [{"held_out": i < held_out} for i in range(40)],
+            "noise": {"spread": noise[0], "held_out_error": noise[1]},
+            "errors": {
+                name: {"median": m} for name, m in zip(("table", "length", "flops"), medians, strict=True)
+            },
+        }
+    )
+    assert (found is None) if said is None else (said in found and "Measure again" in found)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])

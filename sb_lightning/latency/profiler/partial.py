@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -36,7 +37,7 @@ def save_partial(path: Path, progress: Progress, fingerprint: Fingerprint, setti
             for point, record in progress.records.items()
         ],
     }
-    write_whole(path, json.dumps(document, allow_nan=False) + "\n")
+    write_whole(path, json.dumps({**document, "digest": _digest(document)}, allow_nan=False) + "\n")
 
 
 def load_partial(path: Path, fingerprint: Fingerprint, settings: dict[str, Any]) -> Progress | None:
@@ -52,8 +53,9 @@ def load_partial(path: Path, fingerprint: Fingerprint, settings: dict[str, Any])
     again = f"delete {path} to measure from the start, or profile as it was begun"
     try:
         document = json.loads(content)
-        if document["version"] != VERSION:
-            raise ValueError(f"version {document['version']}")
+        # Samples that were changed by hand or by a bad disk would go into the table unseen.
+        if document.pop("digest") != _digest(document) or document["version"] != VERSION:
+            raise ValueError("its digest or version is another")
         found = Fingerprint(**document["fingerprint"])
         began = document["settings"]
         records = {}
@@ -61,7 +63,7 @@ def load_partial(path: Path, fingerprint: Fingerprint, settings: dict[str, Any])
             record = Record.from_rows(row.pop("samples"), int(row.pop("visits")))
             records[Point(**row)] = record
         progress = Progress(records, float(document["spent_s"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             explain(
                 f"{path} cannot be read ({type(error).__name__}: {error})",
@@ -84,3 +86,7 @@ def load_partial(path: Path, fingerprint: Fingerprint, settings: dict[str, Any])
             )
         )
     return progress
+
+
+def _digest(document: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

@@ -13,7 +13,7 @@ from rich.table import Table
 from sb_lightning.latency.profiler.holdout import PREDICTORS
 from sb_lightning.latency.profiler.schedule import Schedule
 
-__all__ = ["error_table", "progress_bar", "say_plan"]
+__all__ = ["doubts", "error_table", "progress_bar", "say_plan"]
 
 DRAW_EVERY_S = 0.2
 
@@ -78,6 +78,34 @@ def progress_bar(console: Console, schedule: Schedule) -> Iterator[Callable[[], 
                 bar.update(task, completed=spent_s, description=describe(), refresh=True)
 
         yield show
+
+
+FEWEST_HELD_OUT = 5
+MOST_NOISE = 0.1
+
+
+def doubts(profile: dict[str, Any]) -> str | None:
+    """Return why a table may be wrong and what to do, or None.
+
+    Args:
+        profile: What a table keeps in `profile`.
+    """
+    found = []
+    count = sum(point["held_out"] for point in profile["points"])
+    if count < FEWEST_HELD_OUT:
+        found.append(f"{count} held-out points are too few to judge it")
+    spread, error = profile["noise"]["spread"], profile["noise"]["held_out_error"]
+    if spread is None:
+        found.append("no point was measured twice")
+    elif spread > MOST_NOISE or (error or 0.0) > MOST_NOISE / 2:
+        found.append("the machine was busy")
+    medians = {name: values["median"] for name, values in profile["errors"].items()}
+    own = medians.pop("table")
+    if own is not None and any(other is not None and other < own for other in medians.values()):
+        found.append("a simple predictor did better")
+    if not found:
+        return None
+    return f"This table may be wrong: {', '.join(found)}. Measure again with more seconds on an idle machine."
 
 
 def error_table(profile: dict[str, Any]) -> Table:

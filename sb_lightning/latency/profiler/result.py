@@ -12,9 +12,10 @@ from sb_lightning.latency.profiler.holdout import evaluate
 from sb_lightning.latency.profiler.partial import partial_path
 from sb_lightning.latency.profiler.picture import draw
 from sb_lightning.latency.profiler.points import Grid
-from sb_lightning.latency.profiler.report import error_table
+from sb_lightning.latency.profiler.report import doubts, error_table
 from sb_lightning.latency.profiler.schedule import Progress
 from sb_lightning.latency.profiler.spec import ModelSpec
+from sb_lightning.latency.schema import FORMAT
 from sb_lightning.latency.table import LatencyModel, LatencyTable
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def check_output(output: Path) -> None:
         output: File of the table.
 
     Raises:
-        ValueError: It is a folder, or has the name of the picture.
+        ValueError: It is a folder, has the name of the picture, cannot be made, or is a file of another kind.
     """
     if output.is_dir():
         raise ValueError(
@@ -50,6 +51,33 @@ def check_output(output: Path) -> None:
                 f"name the table {output.with_suffix('.json')}",
             )
         )
+    if output.exists() and not _is_table(output):
+        raise ValueError(
+            explain(
+                f"the output {output} exists and is not a latency table",
+                "the table would replace it",
+                "name another file, or remove that one",
+            )
+        )
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            explain(
+                f"the output is {output}",
+                f"its folder cannot be made ({error})",
+                "name a file in a folder that you may write to",
+            )
+        ) from None
+
+
+def _is_table(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    if path.stat().st_size == 0:
+        return True
+    with path.open("rb") as file:
+        return FORMAT.encode() in file.read(4096)
 
 
 def table_from(progress: Progress, conditions: Conditions, spec: ModelSpec, grid: Grid) -> LatencyTable:
@@ -94,6 +122,8 @@ def publish(table: LatencyTable, max_length: int, where: str, output: Path | Non
         console: Where to print.
     """
     console.print(error_table(table.profile))
+    if (warning := doubts(table.profile)) is not None:
+        console.print(warning, soft_wrap=True)
     longest = table.measurements.lengths[-1]
     if longest < max_length:
         console.print(

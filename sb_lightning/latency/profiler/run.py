@@ -100,7 +100,15 @@ def profile(
     from sb_lightning.attention.huggingface import sparse_settings
 
     is_model = isinstance(model, torch.nn.Module)
-    config: Any = model.config if is_model else model
+    config: Any = getattr(model, "config", None) if is_model else model
+    if not hasattr(config, "to_json_string"):
+        raise TypeError(
+            explain(
+                f"the model is a {type(model).__name__}",
+                "decoder layers, heads and vocabulary are read from a transformers configuration",
+                "pass a causal language model of transformers, or its configuration",
+            )
+        )
     parameters = None
     if is_model:
         assert isinstance(model, torch.nn.Module)
