@@ -20,8 +20,8 @@ def test_the_longest_window_is_not_cut_off(tmp_path, monkeypatch, works_ms):
     writer.write(
         [
             {
-                "kind": "cell", "window": w, "step": w + 1, "epoch": 0, "micro_batch": 0, "busy_ms": float(ms),
-                "spans": [["forward", 10_000_000 * w, 1000 * ms]],
+                "kind": "cell", "window": w, "step": w + 1, "epoch": 0, "micro_batch": 0,
+                "busy_ms": float(ms), "spans": [["forward", 10_000_000 * w, 1000 * ms]],
             }
             for w, ms in enumerate(works_ms)
         ]
