@@ -11,7 +11,7 @@
 #include "attention/cpu/attention.h"
 #include "attention/cpu/dispatch.h"
 
-// The Python package looks for this text in the file before it loads it: library.py holds the
+// The Python package looks for this text in the file before it loads it: extension.py holds the
 // number it needs. Raise both when a schema below changes.
 #define SB_SCHEMA_VERSION "1"
 extern "C" __attribute__((used, visibility("default"))) const char sb_lightning_attention_schema[] =

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sb_lightning._messages import explain
-from sb_lightning.attention.library import EXTENSION
+from sb_lightning.attention.extension import EXTENSION
 
 __all__ = ["Backend", "backends", "choose_backend"]
 

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 
 from sb_lightning._messages import explain
 from sb_lightning.attention.autocast import cast_as_autocast
+from sb_lightning.attention.extension import EXTENSION
 from sb_lightning.attention.flops import register_flops
-from sb_lightning.attention.library import EXTENSION
 
 __all__ = ["register_ops", "run_attention"]
 

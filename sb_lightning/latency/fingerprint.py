@@ -124,7 +124,7 @@ def current_fingerprint(
     import torch
 
     from sb_lightning.attention import backends
-    from sb_lightning.attention.library import EXTENSION
+    from sb_lightning.attention.extension import EXTENSION
 
     chosen = backend or next(entry.name for entry in backends() if entry.available)
     try:

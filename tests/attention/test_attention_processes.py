@@ -15,7 +15,7 @@ import torch
 from moba_cases import Case, make_inputs, run
 
 from sb_lightning.attention import Backend, backends
-from sb_lightning.attention.library import SCHEMA_VERSION, Extension, find_extension, load_extension
+from sb_lightning.attention.extension import SCHEMA_VERSION, Extension, find_extension, load_extension
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,7 +21,6 @@ from latency_cases import (
 )  # fmt: skip
 
 from sb_lightning.attention.pairs import attended_pairs
-from sb_lightning.latency import ENGINE
 from sb_lightning.latency.engine import EngineTable
 from sb_lightning.latency.numeric import exp2, log2, to_fixed
 from sb_lightning.latency.reference import LatencyTable as Twin
@@ -29,7 +28,6 @@ from sb_lightning.latency.reference import LatencyTable as Twin
 MOST = 2**31 - 1
 # The twin is slow, and shrinking calls it a thousand times.
 NO_SHRINKING = [Phase.explicit, Phase.reuse, Phase.generate]
-needs_engine = pytest.mark.skipif(not ENGINE.available, reason=ENGINE.reason)
 
 
 def both(m):
@@ -48,7 +46,6 @@ def probes(m):
     return (sorted(n for n in lengths if 1 <= n <= MOST), sorted(k for k in budgets if k >= 1))
 
 
-@needs_engine
 @settings(max_examples=15, deadline=None, phases=NO_SHRINKING)
 @given(m=random_measurements(), data=st.data())
 def test_twin_has_the_same_bits(m, data):
@@ -250,7 +247,6 @@ def test_wrong_arguments_are_named(kind):
             call()
 
 
-@needs_engine
 def test_numbers_only():
     with pytest.raises(TypeError):
         table().predict(5.5, 1)
