@@ -13,7 +13,7 @@
 
 // The Python package looks for this text in the file before it loads it: extension.py holds the
 // number it needs. Raise both when a schema below changes.
-#define SB_SCHEMA_VERSION "1"
+#define SB_SCHEMA_VERSION "2"
 extern "C" __attribute__((used, visibility("default"))) const char sb_lightning_attention_schema[] =
     "sb_lightning attention schema " SB_SCHEMA_VERSION ";";
 

@@ -72,6 +72,25 @@ struct MeanList {
   int64_t longest;  // most of one (sequence, KV head)
 };
 
+// Blocks [begin, end) of one (sequence, KV head), each with an earlier one: their sampled rows add
+// up to one sum by rank for each query head.
+struct CoverageTask {
+  int64_t sequence;
+  int64_t head;
+  int64_t begin;
+  int64_t end;
+  int64_t means;  // where the block means of this (sequence, KV head) start
+  int64_t sums;   // where its sums start, `ranks` for each query head
+  int64_t ranks;  // a multiple of 16
+};
+
+struct CoverageList {
+  const CoverageTask* tasks;
+  int64_t count;
+  int64_t row_stride;  // every row_stride-th row is sampled, and each block's last
+  int64_t max_rank;
+};
+
 struct Gradients {
   void* dq;
   void* dk;
@@ -90,6 +109,8 @@ struct KernelTable {
   int (*backward)(const Problem& problem, const TaskList& tasks, View dout, View q, View k, View v,
                   View out, const float* lse, const float* dlse, const int64_t* lists,
                   const int32_t* rows, Gradients gradients);
+  int (*coverage)(const Problem& problem, const CoverageList& tasks, const MeanList& means, View q,
+                  View k, float* sums);
 };
 
 }  // namespace sb

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sb_lightning.attention.backends import Backend, backends
+from sb_lightning.attention.coverage import moba_budget, moba_coverage
 from sb_lightning.attention.functional import moba_attention, moba_select
 
 if TYPE_CHECKING:
     from sb_lightning.attention.huggingface import sparsify
 
-__all__ = ["Backend", "backends", "moba_attention", "moba_select", "sparsify"]
+__all__ = ["Backend", "backends", "moba_attention", "moba_budget", "moba_coverage", "moba_select", "sparsify"]
 
 
 def __getattr__(name: str) -> Any:

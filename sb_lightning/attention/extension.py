@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["EXTENSION", "REBUILD", "SCHEMA_VERSION", "Extension", "find_extension", "load_extension"]
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 """Version of the op schemas that this package calls; csrc/attention/bindings.cpp holds the same number."""
 
 REBUILD = (

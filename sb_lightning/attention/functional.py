@@ -21,7 +21,7 @@ from sb_lightning.attention.checks import (
     expand_budget,
 )
 
-__all__ = ["moba_attention", "moba_select"]
+__all__ = ["moba_attention", "moba_select", "prepare"]
 
 
 def moba_attention(
@@ -85,7 +85,7 @@ def moba_attention(
         >>> moba_attention(q, kv, kv, cu_seqlens, 2, block_size=32).shape
         torch.Size([100, 4, 64])
     """
-    chosen, budget, block_size, max_seqlen, max_budget = _prepare(
+    chosen, budget, block_size, max_seqlen, max_budget = prepare(
         q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend
     )
     if scale is None:
@@ -130,7 +130,7 @@ def moba_select(
         Numbers of the blocks within their sequence, ascending, -1 where there is none
         # [Hq, T, max_budget - 1] int16
     """
-    chosen, budget, block_size, max_seqlen, max_budget = _prepare(
+    chosen, budget, block_size, max_seqlen, max_budget = prepare(
         q, k, None, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend
     )
     q, k = cast_as_autocast(q, k)  # what the attention selects with
@@ -145,7 +145,7 @@ def moba_select(
     return selection
 
 
-def _prepare(
+def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,

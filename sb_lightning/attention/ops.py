@@ -92,6 +92,33 @@ def _attention_shapes(
     return q.new_empty(q.shape), lse, selection
 
 
+def _coverage_shape(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    max_seqlen: int,
+    max_rank: int,
+    row_stride: int = 64,
+) -> Tensor:
+    return q.new_empty((cu_seqlens.shape[0] - 1, q.shape[1], max_rank), dtype=torch.float32)
+
+
+def _budget_shape(
+    mass: Tensor,
+    cost_us: Tensor,
+    tau_us: Tensor,
+    tolerance: Tensor,
+    k0: Tensor,
+    min_budget: int,
+    cu_seqlens: Tensor | None = None,
+    block_size: int = 0,
+    row_stride: int = 64,
+    tune_short: bool = False,
+) -> Tensor:
+    return mass.new_empty(mass.shape[0], dtype=torch.int32)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, cu_seqlens, budget, block_size, max_seqlen, _max_budget, scale, deterministic = inputs
     out, lse, selection = output
@@ -230,6 +257,8 @@ def register_ops() -> None:
         "moba_forward": _forward_shapes,
         "moba_backward": _backward_shapes,
         "moba_attention": _attention_shapes,
+        "moba_coverage": _coverage_shape,
+        "moba_budget": _budget_shape,
     }
     for name, shapes in fakes.items():
         torch.library.register_fake(f"sb::{name}", shapes)

@@ -17,8 +17,9 @@ from sb_lightning.attention.checks import (
     check_values,
     expand_budget,
 )
+from sb_lightning.attention.coverage_reference import moba_budget, moba_coverage
 
-__all__ = ["moba_attention", "moba_select"]
+__all__ = ["moba_attention", "moba_budget", "moba_coverage", "moba_select"]
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ def values_with_forced_isa(isa: str) -> dict[str, object]:
     os.environ["SB_POISON_SCRATCH"] = "1"
     from moba_cases import Case, assert_close, assert_selection, make_inputs, run, select
 
-    from sb_lightning.attention import backends
+    from sb_lightning.attention import backends, moba_coverage
 
     cpu = backends()[0]
     if not cpu.available:
@@ -40,6 +40,11 @@ def values_with_forced_isa(isa: str) -> dict[str, object]:
         selection = select(case, x)
         assert_selection(case, x, selection)
         assert_close(case, run(case, x), x, selection)
+        masses = [
+            moba_coverage(x.q, x.k, x.cu_seqlens, block_size=case.block_size, backend=backend)
+            for backend in ("cpu", "reference")
+        ]
+        torch.testing.assert_close(*masses, rtol=0, atol=2e-6)
     return {"isa": cpu.detail["isa"]}
 
 
@@ -209,7 +214,7 @@ CHECKS = {
     "unknown_isa": unknown_isa,
     "garbage": lambda: package_with_foreign_library(b"not a library"),
     "old_schema": lambda: package_with_foreign_library(b"\x7fELF sb_lightning attention schema 0;"),
-    "broken": lambda: package_with_foreign_library(b"\x7fELF sb_lightning attention schema 1;"),
+    "broken": lambda: package_with_foreign_library(b"\x7fELF sb_lightning attention schema 2;"),
     "no_library": no_library,
     "after_fork": after_fork,
     "loader_workers": loader_workers,

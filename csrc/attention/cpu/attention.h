@@ -35,6 +35,12 @@ void Forward(const Problem& problem, View q, View k, View v, const int64_t* list
 void Backward(const Problem& problem, View dout, View q, View k, View v, View out, const float* lse,
               const float* dlse, const int64_t* lists, const int32_t* rows, Gradients gradients);
 
+// mass [sequences, query_heads, max_rank]: the share of routing score by rank, mean over the
+// sampled rows that have an earlier block; 0 where there is none. The budget of the problem is not
+// read.
+void Coverage(const Problem& problem, View q, View k, int64_t row_stride, int64_t max_rank,
+              float* mass);
+
 // Threads that a call may use: `wanted`, or 1 in a forked child, where the parent's OpenMP threads
 // do not exist.
 int SafeThreads(int wanted);

@@ -12,6 +12,7 @@
 #include "attention/cpu/kernels.h"
 
 #include "attention/cpu/backward.h"
+#include "attention/cpu/coverage.h"
 #include "attention/cpu/forward.h"
 #include "attention/cpu/select.h"
 
@@ -70,10 +71,18 @@ int BackwardAny(const Problem& p, const TaskList& tasks, View dout, View q, View
   });
 }
 
+int CoverageAny(const Problem& p, const CoverageList& tasks, const MeanList& means, View q, View k,
+                float* sums) {
+  return ByDtype(p.dtype, [&](auto* element) {
+    using E = Element<decltype(element)>;
+    return Coverage<E>(p, tasks, means, q, k, sums);
+  });
+}
+
 }  // namespace
 
 extern const KernelTable kTable;
-const KernelTable kTable = {SB_STRING(SB_ISA), SelectAny, ForwardAny, BackwardAny};
+const KernelTable kTable = {SB_STRING(SB_ISA), SelectAny, ForwardAny, BackwardAny, CoverageAny};
 
 }  // namespace SB_ISA
 }  // namespace sb
