@@ -21,8 +21,10 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 ATTENTION = Path("csrc/attention")
+# What `_attention` shares with `_core`: headers.
+TUNING = Path("csrc/tuning")
 # Sources of `_core`, beside its bindings.
-CORE = [Path("csrc/core"), Path("csrc/latency")]
+CORE = [Path("csrc/core"), Path("csrc/balance"), Path("csrc/latency"), TUNING]
 # One source, compiled once per instruction set; the binding picks one at run time.
 ISA_FLAGS = {
     "baseline": [],
@@ -106,10 +108,19 @@ def extension_and_command() -> tuple[list, type]:
 
     module = CppExtension(
         "sb_lightning._attention",
-        sorted(str(path) for path in ATTENTION.rglob("*.cpp") if path.name != "kernels.cpp"),
+        sorted(
+            str(path)
+            for path in ATTENTION.rglob("*.cpp")
+            if path.name != "kernels.cpp" and path.parent.name != "cuda"
+        ),
         depends=sorted(
             str(path)
-            for path in [*ATTENTION.rglob("*.h"), ATTENTION / "cpu" / "kernels.cpp", Path("setup.py")]
+            for path in [
+                *ATTENTION.rglob("*.h"),
+                *TUNING.glob("*.h"),
+                ATTENTION / "cpu" / "kernels.cpp",
+                Path("setup.py"),
+            ]
         ),
         include_dirs=[str(ROOT / "csrc")],
         # The stable ABI of torch 2.11: one build serves every later torch.

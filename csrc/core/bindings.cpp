@@ -6,7 +6,10 @@
 #include <chrono>
 #include <string>
 
+#include "balance/bounds.h"
+#include "balance/plan.h"
 #include "latency/table.h"
+#include "tuning/binding.h"
 
 namespace py = pybind11;
 
@@ -118,12 +121,63 @@ double TimeCalls(const sb::LatencyTable& table, const std::string& call, const p
   return spent.count() / static_cast<double>(rounds * s.count) + (sum < 0 ? 1.0 : 0.0);
 }
 
+sb::balance::Problem AsProblem(const Integers& costs, const Integers& tokens, int ranks,
+                               int accumulate, int64_t max_tokens, bool equal_counts) {
+  return {{costs.data(), costs.data() + costs.size()},
+          {tokens.data(), tokens.data() + tokens.size()},
+          ranks,
+          accumulate,
+          max_tokens,
+          equal_counts};
+}
+
+// What sb_lightning/balance/reference/__init__.py describes; its caller has checked the arguments.
+py::tuple PlanCells(const Integers& costs, const Integers& tokens, int ranks, int accumulate,
+                    bool is_fsdp, int64_t max_tokens, bool equal_counts, int64_t node_limit) {
+  const sb::balance::Problem problem =
+      AsProblem(costs, tokens, ranks, accumulate, max_tokens, equal_counts);
+  if (problem.costs.size() != problem.tokens.size() || ranks < 1 || accumulate < 1 ||
+      problem.costs.size() / static_cast<size_t>(ranks) < static_cast<size_t>(accumulate))
+    throw py::value_error(
+        "fewer items than cells: no cell may be empty. To fix it, call plan_window.");
+  sb::balance::Plan plan;
+  {
+    py::gil_scoped_release release;
+    plan = is_fsdp ? sb::balance::PlanFsdp(problem, node_limit)
+                   : sb::balance::PlanDdp(problem, node_limit);
+  }
+  py::array_t<int64_t> items(plan.rows.empty() ? 0 : problem.size());
+  py::array_t<int64_t> counts(plan.rows.empty() ? 0 : problem.num_cells());
+  int64_t *item = items.mutable_data(), *count = counts.mutable_data();
+  for (const auto& row : plan.rows)
+    for (const auto& cell : row) {
+      item = std::copy(cell.begin(), cell.end(), item);
+      *count++ = static_cast<int64_t>(cell.size());
+    }
+  return py::make_tuple(items, counts, plan.finished);
+}
+
+int64_t LowerBoundUs(const Integers& costs, int ranks, int accumulate, bool is_fsdp,
+                     bool equal_counts) {
+  const sb::balance::Problem problem =
+      AsProblem(costs, costs, ranks, accumulate, sb::balance::kNoCap, equal_counts);
+  return is_fsdp ? sb::balance::FsdpBound(problem) : sb::balance::DdpBound(problem);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "What sb_lightning computes in C++ without torch.";
   // sb_lightning/latency/engine.py asks for this number.
-  m.attr("SCHEMA_VERSION") = 1;
+  m.attr("SCHEMA_VERSION") = 2;
+
+  sb::BindTuning(m);
+
+  m.def("plan_cells", &PlanCells, py::arg("costs"), py::arg("tokens"), py::arg("ranks"),
+        py::arg("accumulate"), py::arg("is_fsdp"), py::arg("max_tokens"), py::arg("equal_counts"),
+        py::arg("node_limit"));
+  m.def("lower_bound_us", &LowerBoundUs, py::arg("costs"), py::arg("ranks"), py::arg("accumulate"),
+        py::arg("is_fsdp"), py::arg("equal_counts"));
 
   // Single look-ups keep the GIL: they take less time than giving it back and asking for it again.
   using sb::LatencyTable;

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 __all__ = ["ENGINE", "Engine", "EngineTable"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Version of the interface that this package calls; csrc/core/bindings.cpp holds the same number."""
 
 REBUILD = (
