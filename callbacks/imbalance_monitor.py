@@ -137,6 +137,7 @@ class ImbalanceMonitor(Callback):
         self._log = None
         self._logged: set[str] = set()
         self._has_warned = False
+        self._plan_gap: Any = None
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -200,8 +201,8 @@ class ImbalanceMonitor(Callback):
         num_floats, num_ints = payload_sizes(capacity)
         self._part = sync.register("imbalance", floats=num_floats, ints=num_ints, fill=self._measure.fill)
         sampler: Any = getattr(trainer.train_dataloader, "batch_sampler", None)
-        if callable(getattr(sampler, "fingerprint", None)):
-            sync.watch("sampler", lambda: {**sampler.fingerprint(), "epoch": sampler.epoch})
+        if callable(getattr(sampler, "plan_inputs", None)):
+            sync.watch("sampler", sampler.plan_inputs)
         share_recorder(trainer, self._measure.recorder)
         self._probe = TrainerProbe(trainer, pl_module, self._measure)
 
@@ -279,6 +280,7 @@ class ImbalanceMonitor(Callback):
         """Note what the micro-batch holds, without waiting for the device."""
         if self._measure is not None:
             self._measure.start(batch, self.lengths, self._budget, trainer.current_epoch)
+            self._plan_gap = batch.get("plan_gap") if isinstance(batch, Mapping) else None
 
     @_costed
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -350,6 +352,8 @@ class ImbalanceMonitor(Callback):
         window = decode_window(gathered.floats, gathered.ints)
         if window is not None:
             metrics = window_metrics(window, self._replicas)
+            if self._plan_gap is not None:
+                metrics["balance/plan_gap"] = float(self._plan_gap)
             self.window = window
             self._run.add(window, metrics)
             if any(window.is_merged) and not self._has_warned:

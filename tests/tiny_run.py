@@ -126,7 +126,6 @@ def make_trainer(folder: Path, save: bool = False, callbacks=(), **settings) -> 
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "use_distributed_sampler": False,
         "default_root_dir": folder,
         "callbacks": [*callbacks, *([SaveAlways(folder)] if save else [])],
     }

@@ -2,123 +2,164 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, get_args
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sb_lightning._messages import explain
-from sb_lightning.balance.window import (
-    TAILS,
-    Tail,
-    WindowPlan,
-    epoch_permutation,
-    num_micro_batches,
-    plan_random_window,
-)
+from sb_lightning.balance.arguments import check_overflow, choice, count, digest, process_group
+from sb_lightning.balance.budget_store import BudgetStore
+from sb_lightning.balance.cell import Cell
+from sb_lightning.balance.costs import SequenceCosts, latency_model
+from sb_lightning.balance.lengths import LengthSource, sequence_lengths
+from sb_lightning.balance.membership import Membership
+from sb_lightning.balance.planner import plan_window
+from sb_lightning.balance.policies import OBJECTIVES, POLICIES, Objective, Policy
+from sb_lightning.balance.rebuild import refuse_rebuild
+from sb_lightning.balance.window import TAILS, Tail, WindowPlan
+from sb_lightning.latency.table import LatencyModel
 
-__all__ = ["Cell", "Policy", "SparsityAwareBatchSampler"]
+if TYPE_CHECKING:
+    from sb_lightning.balance.figures import Explanation
 
-Policy = Literal["random"]
-POLICIES: tuple[str, ...] = get_args(Policy)
+__all__ = ["SparsityAwareBatchSampler"]
 
-
-class Cell(list[int]):
-    """One micro-batch: a list of data-set indices that also knows its place in the plan.
-
-    A data set that is indexed by plain integers needs nothing of this; one whose ``__getitems__`` receives
-    the cell can read the rest. Cells travel to worker processes.
-
-    Attributes:
-        window: Number of the window in the epoch.
-        micro_batch: Number of the micro-batch in the window (the same on all ranks at one time).
-        target_tokens: Labels of this cell that count in the loss; 0 for a pad cell.
-        window_target_tokens: Labels of all cells of the window that run, over all ranks.
-        is_padding: The cell repeats a sequence only so that all ranks run equally many; mask all its labels.
-    """
-
-    def __init__(
-        self,
-        indices: Sequence[int] = (),
-        *,
-        window: int = 0,
-        micro_batch: int = 0,
-        target_tokens: int = 0,
-        window_target_tokens: int = 0,
-        is_padding: bool = False,
-    ) -> None:
-        super().__init__(indices)
-        self.window = window
-        self.micro_batch = micro_batch
-        self.target_tokens = target_tokens
-        self.window_target_tokens = window_target_tokens
-        self.is_padding = is_padding
+Indices = NDArray[np.int64]
+STATE_VERSION = 1
+NUM_PLAN_DIGESTS = 256
+"""Windows whose plan's digest is kept; workers do not draw further ahead."""
 
 
 class SparsityAwareBatchSampler:
     """Batch sampler that deals each window (one optimizer step of all ranks) as a whole.
 
-    Every rank builds the same plan from (seed, epoch, window) and takes its own row: no communication, and
-    the same number of micro-batches on every rank, always. Plans are made when they are needed. Pass it as
-    ``batch_sampler=`` to :class:`~sb_lightning.balance.BalancedDataLoader` and set
-    ``Trainer(use_distributed_sampler=False)``.
+    Which sequences form a window is what a shuffled ``DistributedSampler`` with the same seed would train on
+    in that step; where in the window each of them runs is planned, so that all ranks have the same predicted
+    work (SAB of SparseBalance, arXiv 2604.13847). Every rank builds the same plan from (seed, epoch, window,
+    version of the store) and takes its own row: no communication, and the same number of micro-batches on
+    every rank, always. Plans are made when they are needed.
 
-    It deliberately is no ``torch.utils.data.BatchSampler``: Lightning silently rebuilds those around a
-    ``DistributedSampler``. ``sampler.sampler`` is the sampler itself because that is where Lightning looks
-    for ``set_epoch``.
+    Pass it as ``batch_sampler=`` to :class:`~sb_lightning.balance.BalancedDataLoader`. It deliberately is no
+    ``torch.utils.data.BatchSampler``: Lightning silently rebuilds those around a ``DistributedSampler``.
+    ``sampler.sampler`` is the sampler itself because that is where Lightning looks for ``set_epoch``.
 
     Args:
-        lengths: Tokens of every sequence of the data set.
+        lengths: Tokens of every sequence of the data set: a list, an array, the column of a data set or its
+            name, or a function, see :func:`~sb_lightning.balance.sequence_lengths`.
         target_tokens: Labels of every sequence that count in the loss; None: all tokens but each sequence's
             first.
         ranks: Data-parallel ranks; None: those of ``torch.distributed``, or 1.
         rank: This process among them; None: that of ``torch.distributed``, or 0.
         accumulate: Micro-batches per rank and optimizer step (``Trainer.accumulate_grad_batches``).
-        sequences_per_micro_batch: Sequences of a cell in a full window.
-        policy: How a window's sequences are dealt over its cells; ``random`` as a ``DistributedSampler``
-            does.
+        sequences_per_micro_batch: Sequences of a cell in a full window, on average; other policies than
+            ``random`` may put more into one cell and fewer into another.
+        policy: ``latency`` evens out predicted times; ``flops`` and ``tokens`` do the same for operations and
+            tokens; ``length`` sorts by length and deals one sequence to each rank at a time; ``random`` deals
+            as a ``DistributedSampler`` does.
+        objective: How ranks meet: ``ddp`` once per window (the slowest rank's sum counts), ``fsdp`` in every
+            micro-batch (the slowest cell of each slot counts).
         tail: What happens to the short last window, see :func:`~sb_lightning.balance.num_micro_batches`.
         seed: Seed of the shuffle; epoch e uses ``seed + e``.
+        latency: Predicts times: a ``LatencyTable``, an ``AnalyticCost``, or the path of a table. None counts
+            the operations of a generic model.
+        budget: Attention budget k0 of the model; None for full attention.
+        store: Budgets that sequences are expected to use, where something tunes them; None: a new one.
+        sequence_ids: A stable number for each sequence, for the store; None: its position.
+        dataset: Where ``lengths`` names a column of it, or is a function of its samples.
+        max_tokens: Most tokens of a cell, never exceeded; None: no limit.
+        overflow: What happens to sequences that do not fit: ``raise``, or ``truncate`` them.
+        equal_counts: Give every cell equally many sequences (they may differ by one).
         max_batches: The Trainer stops after so many micro-batches of an epoch (``limit_train_batches``): only
-            cells that run count among a window's target tokens. None: no limit.
+            cells that run are planned and count among a window's target tokens. None: no limit.
 
     Raises:
         ValueError: An argument is out of range, or no window can be formed.
         TypeError: A count is not an integer.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> SparsityAwareBatchSampler:
+        """Refuse to be rebuilt by Lightning around a sampler of its own."""
+        refuse_rebuild(kwargs)
+        return super().__new__(cls)
+
     def __init__(
         self,
-        lengths: Sequence[int] | np.ndarray,
-        target_tokens: Sequence[int] | np.ndarray | None = None,
+        lengths: LengthSource,
+        target_tokens: Sequence[int] | NDArray[np.int64] | None = None,
         *,
         ranks: int | None = None,
         rank: int | None = None,
         accumulate: int = 1,
         sequences_per_micro_batch: int = 1,
-        policy: Policy = "random",
+        policy: Policy = "latency",
+        objective: Objective = "ddp",
         tail: Tail = "partial",
         seed: int = 0,
+        latency: LatencyModel | str | Path | None = None,
+        budget: int | None = None,
+        store: BudgetStore | None = None,
+        sequence_ids: Sequence[int] | Indices | None = None,
+        dataset: Any | None = None,
+        max_tokens: int | None = None,
+        overflow: str = "raise",
+        equal_counts: bool = False,
         max_batches: int | None = None,
     ) -> None:
-        self.lengths = np.asarray(lengths, dtype=np.int64).reshape(-1)
-        if target_tokens is None:
-            self.target_tokens = np.maximum(self.lengths - 1, 0)
-        else:
-            self.target_tokens = np.asarray(target_tokens, dtype=np.int64).reshape(-1)
-        found_ranks, found_rank = _process_group(ranks, rank)
-        self.ranks = _count("ranks", found_ranks)
-        self.rank = _count("rank", found_rank, least=0)
-        self.accumulate = _count("accumulate", accumulate)
-        self.sequences_per_micro_batch = _count("sequences_per_micro_batch", sequences_per_micro_batch)
-        self.max_batches = None if max_batches is None else _count("max_batches", max_batches)
-        self.policy: Policy = _choice("policy", policy, POLICIES)
-        self.tail: Tail = _choice("tail", tail, TAILS)
-        self.seed = _count("seed", seed, least=0)
+        self.lengths = sequence_lengths(lengths, dataset)
+        num_sequences = len(self.lengths)
+        self.target_tokens = _per_sequence("target_tokens", target_tokens, np.maximum(self.lengths - 1, 0))
+        self.sequence_ids = _per_sequence("sequence_ids", sequence_ids, np.arange(num_sequences))
+        self.has_own_ranks = ranks is not None
+        """Whether `ranks` was given; otherwise the loader compares them with those of the process group."""
+        found_ranks, found_rank = process_group(ranks, rank)
+        self.ranks = count("ranks", found_ranks)
+        self.rank = count("rank", found_rank, least=0)
+        self.accumulate = count("accumulate", accumulate)
+        self.sequences_per_micro_batch = count("sequences_per_micro_batch", sequences_per_micro_batch)
+        self.max_tokens = None if max_tokens is None else count("max_tokens", max_tokens)
+        self.overflow = choice("overflow", overflow, ("raise", "truncate"))
+        self.policy: Policy = choice("policy", policy, POLICIES)
+        self.objective: Objective = choice("objective", objective, OBJECTIVES)
+        self.tail: Tail = choice("tail", tail, TAILS)
+        self.equal_counts = bool(equal_counts)
+        self.seed = count("seed", seed, least=0)
+        self._membership = Membership(
+            num_sequences=num_sequences,
+            ranks=self.ranks,
+            accumulate=self.accumulate,
+            sequences_per_micro_batch=self.sequences_per_micro_batch,
+            tail=self.tail,
+            seed=self.seed,
+            max_batches=None if max_batches is None else count("max_batches", max_batches),
+        )
+        if latency is None and policy == "latency":
+            warnings.warn(
+                "SparsityAwareBatchSampler got no latency table: it plans by the counted operations of a "
+                "generic model. Pass latency=LatencyTable.load(...) (`sb profile` measures one) or "
+                "latency=AnalyticCost(shape).",
+                stacklevel=2,
+            )
+        self.store = BudgetStore() if store is None else store
+        self.costs = SequenceCosts(
+            latency_model(latency),
+            budget=None if budget is None else count("budget", budget),
+            store=self.store,
+        )
+        self.lag = 1
+        """Windows by which the store's version that a plan uses is behind; the loader sets it."""
+        self.plan_span: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Entered around the making of a plan, to time it."""
         self.epoch = 0
         self._start = 0
-        self._order: tuple[int, np.ndarray] | None = None
-        self._plan: tuple[tuple[int, int], WindowPlan] | None = None
+        self._first_epoch = 0
+        self._plan_digests: dict[tuple[int, int], str] = {}
+        self._plan: tuple[tuple[Any, ...], tuple[WindowPlan, int | None]] | None = None
         self._check()
 
     def _check(self) -> None:
@@ -130,13 +171,9 @@ class SparsityAwareBatchSampler:
                     f"pass a rank from 0 to {self.ranks - 1}",
                 )
             )
-        if len(self.lengths) != len(self.target_tokens):
-            raise ValueError(
-                explain(
-                    f"{len(self.lengths)} lengths and {len(self.target_tokens)} target_tokens",
-                    "both describe the sequences of one data set",
-                    "pass one entry of each per sequence",
-                )
+        if self.max_tokens is not None:
+            self.lengths, self.target_tokens = check_overflow(
+                self.lengths, self.target_tokens, self.max_tokens, truncate=self.overflow == "truncate"
             )
         if self.num_batches == 0:
             raise ValueError(
@@ -155,9 +192,9 @@ class SparsityAwareBatchSampler:
         return self
 
     @property
-    def batch_size(self) -> int:
-        """Sequences of a cell in a full window, under the name that loaders look for."""
-        return self.sequences_per_micro_batch
+    def batch_size(self) -> None:
+        """None: cells differ in their number of sequences. Loaders look for it, and Lightning for both."""
+        return
 
     @property
     def drop_last(self) -> bool:
@@ -167,21 +204,42 @@ class SparsityAwareBatchSampler:
     @property
     def window_size(self) -> int:
         """Sequences of a full window."""
-        return self.ranks * self.accumulate * self.sequences_per_micro_batch
+        return self._membership.window_size
+
+    @property
+    def max_batches(self) -> int | None:
+        """Micro-batches of an epoch after which the Trainer stops; None: it does not."""
+        return self._membership.max_batches
+
+    @max_batches.setter
+    def max_batches(self, max_batches: int | None) -> None:
+        self._membership.max_batches = None if max_batches is None else count("max_batches", max_batches)
+        self._forget_plans()
+
+    @property
+    def skipped(self) -> int:
+        """Sequences of this epoch that were trained on before, in windows of another size."""
+        return self._membership.skipped_in(self.epoch)
+
+    @skipped.setter
+    def skipped(self, num_sequences: int) -> None:
+        self._membership.skipped = (self.epoch, count("skipped", num_sequences, least=0))
+        self._first_epoch = self.epoch
+        self._forget_plans()
+        self.store.collapse()
 
     @property
     def num_batches(self) -> int:
-        """Micro-batches per rank of a whole epoch, the same on every rank, before ``max_batches``."""
-        full, rest = divmod(len(self.lengths), self.window_size)
-        return full * self.accumulate + self._micro_batches(rest)
+        """Micro-batches per rank of this whole epoch, the same on every rank, before ``max_batches``."""
+        return self._membership.num_batches(self.epoch)
 
     @property
     def num_windows(self) -> int:
-        """Windows (optimizer steps) of an epoch that run."""
+        """Windows (optimizer steps) of this epoch that run."""
         return -(-len(self) // self.accumulate)
 
     def __len__(self) -> int:
-        """Micro-batches per rank and epoch that run, the same on every rank."""
+        """Micro-batches per rank of this epoch that run, the same on every rank."""
         return self.num_batches if self.max_batches is None else min(self.num_batches, self.max_batches)
 
     def set_epoch(self, epoch: int) -> None:
@@ -190,98 +248,232 @@ class SparsityAwareBatchSampler:
 
     def start_at(self, micro_batch: int) -> None:
         """Let the next iteration (only that one) begin at this micro-batch of the epoch."""
-        self._start = _count("micro_batch", micro_batch, least=0)
+        self._start = count("micro_batch", micro_batch, least=0)
 
     def __iter__(self) -> Iterator[Cell]:
         """Yield this rank's cells of the epoch; nothing is planned before the first is asked for."""
         start, self._start = self._start, 0
+        self.check_epoch()
         for batch in range(start, len(self)):
             yield self.cell(*divmod(batch, self.accumulate))
 
-    def members(self, window: int) -> np.ndarray:
-        """Return the data-set indices of a window of this epoch, the same for every policy."""
-        if self._order is None or self._order[0] != self.epoch:
-            self._order = (self.epoch, epoch_permutation(self.seed, self.epoch, len(self.lengths)))
-        return self._order[1][window * self.window_size : (window + 1) * self.window_size]
+    def members(self, epoch: int, window: int) -> Indices:
+        """Return the data-set indices of the sequences that run in a window, the same for every policy."""
+        return self._membership.members(epoch, window)[0]
 
-    def plan(self, window: int) -> WindowPlan:
-        """Return a window's plan for all ranks in this epoch; positions count within ``members(window)``.
+    def plan(
+        self, epoch: int, window: int, *, policy: Policy | None = None, objective: Objective | None = None
+    ) -> WindowPlan:
+        """Return a window's plan for all ranks; its positions count within ``members(epoch, window)``.
+
+        Args:
+            epoch: Epoch, from 0.
+            window: Window of the epoch, from 0.
+            policy: Another policy than the sampler's, to compare.
+            objective: Another objective than the sampler's.
 
         Raises:
             IndexError: The window is not among those that run.
+            ValueError: Its sequences cannot be packed under ``max_tokens``.
         """
-        if not 0 <= window < self.num_windows:
-            raise IndexError(f"window {window} is outside the {self.num_windows} windows of an epoch")
-        key = (self.epoch, window)
-        if self._plan is None or self._plan[0] != key:
-            members = self.members(window)
-            plan = plan_random_window(
-                self.lengths[members].tolist(),
-                self.target_tokens[members].tolist(),
-                ranks=self.ranks,
-                accumulate=self.accumulate,
-                sequences_per_micro_batch=self.sequences_per_micro_batch,
-                tail=self.tail,
-                max_micro_batches=len(self) - window * self.accumulate,
-            )
-            self._plan = (key, plan)
-        return self._plan[1]
+        return self._planned(epoch, window, policy or self.policy, objective or self.objective)[0]
 
     def cell(self, window: int, micro_batch: int, rank: int | None = None) -> Cell:
         """Return one cell of this epoch with its data-set indices; rank None is this process."""
         rank = self.rank if rank is None else rank
-        plan, members = self.plan(window), self.members(window)
+        plan, max_length = self._planned(self.epoch, window, self.policy, self.objective)
+        indices = self.members(self.epoch, window)[list(plan.cells[rank][micro_batch])]
+        version = self._version(self.epoch, window)
+        budgets = self.costs.budgets(version, self.sequence_ids[indices], self.lengths[indices])
         return Cell(
-            [int(members[i]) for i in plan.cells[rank][micro_batch]],
+            indices.tolist(),
             window=window,
             micro_batch=micro_batch,
             target_tokens=plan.cell_target_tokens[rank][micro_batch],
             window_target_tokens=plan.target_tokens,
             is_padding=plan.is_padding[rank][micro_batch],
+            predicted_ms=plan.predicted_ms[rank][micro_batch],
+            budgets=None if self.costs.budget is None else budgets.tolist(),
+            plan_gap=plan.gap,
+            max_length=max_length,
         )
 
+    def plan_digest(self, epoch: int, window: int) -> str:
+        """Return a short name of a window's plan, kept from when its cells were drawn: it costs nothing."""
+        key = (epoch, window)
+        if key not in self._plan_digests:
+            self._note_plan(key, self.plan(epoch, window))
+        return self._plan_digests[key]
+
+    def check_epoch(self) -> None:
+        """Make sure that every window of this epoch can be packed under ``max_tokens``.
+
+        Raises:
+            ValueError: One cannot.
+        """
+        if self.max_tokens is None or self.overflow == "truncate":
+            return
+        for window in range(self.num_windows):
+            members, micro_batches = self._membership.members(self.epoch, window)
+            lengths, cells = self.lengths[members], self.ranks * micro_batches
+            # Each sequence to the emptiest cell cannot exceed this.
+            if int(lengths.sum()) + (cells - 1) * int(lengths.max()) > cells * self.max_tokens:
+                self._planned(self.epoch, window, self.policy, self.objective)
+
+    def explain(self, num_windows: int = 200) -> Explanation:
+        """Return what each policy is predicted to give on windows of this epoch; print it to read it.
+
+        Args:
+            num_windows: Windows that are looked at, evenly spread over the epoch.
+        """
+        from sb_lightning.balance.figures import explain_sampler
+
+        return explain_sampler(self, num_windows)
+
     def fingerprint(self) -> dict[str, int | str]:
-        """Return what must be equal on resume for the order of the sequences to be the same."""
+        """Return what must be equal on resume for the windows to hold the same sequences."""
         return {
             "sequences": len(self.lengths),
             "ranks": self.ranks,
             "accumulate": self.accumulate,
             "sequences_per_micro_batch": self.sequences_per_micro_batch,
-            "policy": self.policy,
             "tail": self.tail,
             "seed": self.seed,
         }
 
-    def _micro_batches(self, num_items: int) -> int:
-        return num_micro_batches(
-            num_items,
-            ranks=self.ranks,
-            accumulate=self.accumulate,
-            sequences_per_micro_batch=self.sequences_per_micro_batch,
-            tail=self.tail,
+    def plan_inputs(self) -> dict[str, int | str | bool | None]:
+        """Return what all ranks must agree on to plan alike, for `WindowSync.watch`."""
+        return {
+            **self.fingerprint(),
+            **self._digests,
+            "policy": self.policy,
+            "objective": self.objective,
+            "max_tokens": self.max_tokens,
+            "equal_counts": self.equal_counts,
+            "max_batches": self.max_batches,
+            "lag": self.lag,
+            "epoch": self.epoch,
+            "skipped": self.skipped,
+            "store": self.store.digest(),
+        }
+
+    @cached_property
+    def _digests(self) -> dict[str, str]:
+        arrays = ("lengths", "target_tokens", "sequence_ids")
+        return {**{name: digest(getattr(self, name)) for name in arrays}, "latency": self.costs.digest()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what plans depend on beyond the arguments: plain values and tensors, equal on all ranks."""
+        return {
+            "version": STATE_VERSION,
+            "first_epoch": self._first_epoch,
+            "skipped": list(self._membership.skipped),
+            "store": self.store.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up what `state_dict` returned.
+
+        Raises:
+            ValueError: The state is not one of this release.
+        """
+        if state_dict.get("version") != STATE_VERSION:
+            raise ValueError(
+                explain(
+                    f"the state of a SparsityAwareBatchSampler has version {state_dict.get('version')!r}",
+                    f"this release reads version {STATE_VERSION}",
+                    "resume with the release that wrote it, or start from the weights only",
+                )
+            )
+        self._first_epoch = int(state_dict["first_epoch"])
+        epoch, num_sequences = state_dict["skipped"]
+        self._membership.skipped = (int(epoch), int(num_sequences))
+        self._forget_plans()
+        self.store.load_state_dict(state_dict["store"])
+
+    def window_number(self, epoch: int, window: int) -> int:
+        """Return a window's number in the run, by which the store counts its versions; there may be gaps."""
+        return (epoch - self._first_epoch) * self._membership.num_full_windows + window
+
+    def _version(self, epoch: int, window: int) -> int:
+        return self.window_number(epoch, window) - self.lag
+
+    def _planned(
+        self, epoch: int, window: int, policy: Policy, objective: Objective
+    ) -> tuple[WindowPlan, int | None]:
+        """Return a plan, and the length to which its sequences are cut."""
+        key = (epoch, window, policy, objective)
+        if self._plan is None or self._plan[0] != key:
+            with self.plan_span():
+                self._plan = (key, self._make(*key))
+            if (policy, objective) == (self.policy, self.objective):
+                self._note_plan((epoch, window), self._plan[1][0])
+        return self._plan[1]
+
+    def _forget_plans(self) -> None:
+        self._plan = None
+        self._plan_digests.clear()
+
+    def _note_plan(self, key: tuple[int, int], plan: WindowPlan) -> None:
+        cells = [item for row in plan.cells for cell in row for item in (*cell, -1)]
+        self._plan_digests[key] = digest(np.array(cells, dtype=np.int64))
+        if len(self._plan_digests) > NUM_PLAN_DIGESTS:
+            del self._plan_digests[next(iter(self._plan_digests))]
+
+    def _make(
+        self, epoch: int, window: int, policy: Policy, objective: Objective
+    ) -> tuple[WindowPlan, int | None]:
+        members, micro_batches = self._membership.members(epoch, window)
+        if micro_batches == 0:
+            raise IndexError(f"window {window} is outside the {self.num_windows} windows of an epoch")
+        lengths, targets = self.lengths[members], self.target_tokens[members]
+
+        def solve() -> WindowPlan:
+            version = self._version(epoch, window)
+            budgets = self.costs.budgets(version, self.sequence_ids[members], lengths)
+            weights = self.costs.flops(lengths.tolist(), budgets.tolist()) if policy == "flops" else None
+            return plan_window(
+                self.costs.times_ms(version, lengths, budgets),
+                lengths,
+                ranks=self.ranks,
+                accumulate=micro_batches,
+                policy=policy,
+                objective=objective,
+                max_tokens=self.max_tokens,
+                equal_counts=self.equal_counts,
+                cell_overhead_ms=self.costs.overhead_ms,
+                target_tokens=targets,
+                weights=weights,
+            )
+
+        cut = self.max_tokens if self.overflow == "truncate" else None
+        try:
+            return solve(), cut
+        except ValueError:
+            if cut is None:
+                raise
+        # No cell needs to hold more sequences than this, and so many of this length fit.
+        cut = max(cut // -(-len(members) // (self.ranks * micro_batches)), 1)
+        lengths, targets = np.minimum(lengths, cut), np.minimum(targets, cut - 1)
+        return solve(), cut
+
+
+def _per_sequence(name: str, given: Any, default: Indices) -> Indices:
+    if given is None:
+        return default
+    values = np.asarray(given)
+    if values.shape != default.shape:
+        raise ValueError(
+            explain(
+                f"{len(default)} lengths and {values.size} {name}",
+                "both describe the sequences of one data set",
+                "pass one entry of each per sequence",
+            )
         )
-
-
-def _process_group(ranks: int | None, rank: int | None) -> tuple[int, int]:
-    import torch.distributed as dist
-
-    ready = dist.is_available() and dist.is_initialized()
-    if ranks is None:
-        ranks = dist.get_world_size() if ready else 1
-    if rank is None:
-        rank = dist.get_rank() if ready else 0
-    return ranks, rank
-
-
-def _count(name: str, value: Any, *, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(explain(f"{name} is {value!r}", "it is a count", f"pass an integer >= {least}"))
-    if value < least:
-        raise ValueError(explain(f"{name} is {value}", f"it counts from {least}", f"pass {name} >= {least}"))
-    return int(value)
-
-
-def _choice(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
-    if value not in allowed:
-        raise ValueError(explain(f"{name} is {value!r}", "there is no such choice", f"pass one of {allowed}"))
-    return value
+    if values.size and values.dtype.kind not in "iu":
+        raise TypeError(
+            explain(
+                f"{name} holds {values.tolist()[0]!r}", "they are whole numbers", f"pass integers as {name}"
+            )
+        )
+    return values.astype(np.int64)

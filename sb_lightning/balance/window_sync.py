@@ -256,6 +256,15 @@ class WindowSync:
                 )
             )
 
+    def sync_inputs(self) -> None:
+        """Check now, beside any window, that what is watched is the same on all ranks.
+
+        Raises:
+            RuntimeError: It is not; raised on every rank.
+        """
+        if len(set(self.gather_words(np.array([self._digest()]))[:, 0].tolist())) > 1:
+            self._raise_disagreement(self.gather_texts(self._inputs()))
+
     def sync_start(self, rounds: int = 3) -> None:
         """Let all ranks pass one point together, to within a fraction of a millisecond on one machine.
 

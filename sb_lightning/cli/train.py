@@ -144,7 +144,7 @@ class TrainingCLI(LightningCLI):
         ignored = [flag for flag in self._flags if flag == "--latency" or flag.startswith("--latency.")]
         # In a file they belong to the `fit` that shares it.
         if ignored and not self.uses_latency:
-            rank_zero_warn(f"{', '.join(ignored)}: ignored; of all commands only fit uses a latency table.")
+            rank_zero_warn(f"{', '.join(ignored)}: ignored; only fit and plan use a latency table.")
         if trainer["val_check_interval"] == 0:
             raise ValueError(
                 explain(
@@ -206,17 +206,23 @@ class TrainingCLI(LightningCLI):
     def before_fit(self) -> None:
         """Find the latency table, or measure it, before any other rank is started."""
         assert self.subcommand is not None
-        # The table is for rank zero's summary. Where something else has started the ranks, also on other
-        # machines, they wait for it to join them; none measures beside it or writes to the same file.
+        # The data module hands rank zero's table to the others. Where something else has started them, also
+        # on other machines, they wait for it to join them; none measures beside it or writes to its file.
         if self.trainer.global_rank != 0:
             return
         config = self.config_init[self.subcommand]
         table = table_of_run(
             config["latency"], self.trainer, self.model, self.datamodule, threads=config["threads_per_rank"]
         )
+        if table is None:
+            return
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, RunSummary) and table is not None:
+            if isinstance(callback, RunSummary):
                 callback.latency = table
+        from sb_lightning.data import TextDataModule
+
+        if isinstance(self.datamodule, TextDataModule):
+            self.datamodule.latency = table
 
     def _set_seed(self) -> None:
         try:

@@ -7,13 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.utils.data import DataLoader
 
 from sb_lightning._messages import explain
 from sb_lightning.balance import BalancedDataLoader, SparsityAwareBatchSampler
+from sb_lightning.balance.costs import GENERIC_SHAPE
+from sb_lightning.balance.rank_loader import RankDataLoader
 from sb_lightning.data.build import build_index
 from sb_lightning.data.corpus import Corpus
 from sb_lightning.data.dataset import (
@@ -30,10 +32,13 @@ from sb_lightning.data.index import (
     find_index,
     index_name,
 )
-from sb_lightning.data.position import AlignCheckpoint, TrainingPosition
+from sb_lightning.data.latency import analytic_cost, model_budget, sync_latency
+from sb_lightning.data.position import AlignCheckpoint, TrainingPosition, check_on_resize
 from sb_lightning.data.settings import check_evaluated_settings, check_settings
 from sb_lightning.data.tokenizer import TextTokenizer, check_spec, load_tokenizer
 from sb_lightning.data.trainer import check_trainer, data_parallel, max_batches, sync_data_check
+from sb_lightning.latency import AnalyticCost, LatencyModel
+from sb_lightning.tracking import span
 
 __all__ = ["TextDataModule"]
 
@@ -41,9 +46,9 @@ __all__ = ["TextDataModule"]
 class TextDataModule(LightningDataModule):
     """Documents as packed micro-batches, planned in whole windows (one optimizer step of all ranks).
 
-    The corpus is tokenized once and cached. Set ``Trainer(use_distributed_sampler=False)``: the sampler deals
-    the sequences over the ranks itself. Mid-epoch checkpoints resume exactly, at the first micro-batch of a
-    window.
+    The corpus is tokenized once and cached. The loaders deal the sequences over the ranks themselves,
+    whatever ``Trainer(use_distributed_sampler=...)`` says. Mid-epoch checkpoints resume exactly, at the first
+    micro-batch of a window.
 
     Args:
         source: Folder of text files (one document each), a .jsonl or .parquet file (one document per line or
@@ -59,17 +64,26 @@ class TextDataModule(LightningDataModule):
         validation_share: Share of the documents, by a hash of their id, that is kept for validation.
         cache_dir: Folder for tokenized corpora and trained tokenizers.
         seed: Seed of the order of the training sequences.
-        policy: How the sequences of a window are dealt over ranks and micro-batches: ``random``, as a
-            shuffled DistributedSampler does.
-        sequences_per_micro_batch: Sequences packed into one micro-batch.
+        policy: How the sequences of a window are dealt over ranks and micro-batches: ``latency`` evens out
+            their predicted times, ``flops`` their operations, ``tokens`` their lengths; ``length`` sorts them
+            by length, ``random`` deals as a shuffled DistributedSampler does.
+        objective: How the ranks meet: ``ddp`` once per window, ``fsdp`` in every micro-batch.
+        sequences_per_micro_batch: Sequences packed into one micro-batch, on average.
+        max_tokens: Most tokens of a micro-batch, never exceeded; None: no limit.
+        overflow: What happens to sequences that do not fit under ``max_tokens``: ``raise`` or ``truncate``.
+        equal_counts: Give every micro-batch equally many sequences.
         tail: What happens to the short last window of an epoch: ``drop`` leaves it out, ``pad`` fills missing
             places with micro-batches that do not count, ``partial`` runs fewer micro-batches (some of two
             sequences where ``sequences_per_micro_batch`` is 1).
+        on_resize: What happens when a run is resumed with another number of ranks or of micro-batches per step:
+            ``raise``, or ``replan`` what is left of the epoch.
         num_workers: Processes that prepare micro-batches ahead; 0 prepares them in the training process.
 
     Attributes:
         vocab_size: Number of token ids, known after ``setup`` like the tokenizer itself.
         report: Counts of documents, sequences and tokens, and of what was cut or left out.
+        latency: Predicts the times that ``policy: latency`` evens out: a ``LatencyTable``; ``sb fit`` sets it
+            from ``latency.table``, rank zero's serves all ranks. None counts the model's operations.
         train_dataset: Training split.
         val_dataset: Validation split, also used for test and predict; None if it is empty.
     """
@@ -87,9 +101,14 @@ class TextDataModule(LightningDataModule):
         validation_share: float = 0.02,
         cache_dir: str = ".cache/sb_lightning",
         seed: int = 0,
-        policy: Literal["random"] = "random",
+        policy: Literal["random", "length", "tokens", "flops", "latency"] = "latency",
+        objective: Literal["ddp", "fsdp"] = "ddp",
         sequences_per_micro_batch: int = 1,
+        max_tokens: int | None = None,
+        overflow: Literal["raise", "truncate"] = "raise",
+        equal_counts: bool = False,
         tail: Literal["drop", "pad", "partial"] = "partial",
+        on_resize: Literal["raise", "replan"] = "raise",
         num_workers: int = 0,
     ) -> None:
         super().__init__()
@@ -106,12 +125,19 @@ class TextDataModule(LightningDataModule):
         self.cache_dir = Path(cache_dir)
         self.seed = seed
         self.policy = policy
+        self.objective = objective
         self.sequences_per_micro_batch = sequences_per_micro_batch
+        self.max_tokens = max_tokens
+        self.overflow = overflow
+        self.equal_counts = equal_counts
         self.tail = tail
+        self.on_resize = check_on_resize(on_resize, "data.on_resize")
         self.num_workers = num_workers
         self.corpus = Corpus(
             source=str(source), text_field=text_field, file_pattern=file_pattern, on_error=on_error
         )
+        self.latency: LatencyModel | None = None
+        self._has_told = False
         self.tokenizer: TextTokenizer | None = None
         self.vocab_size = 0
         self.report: dict[str, Any] = {}
@@ -121,7 +147,9 @@ class TextDataModule(LightningDataModule):
         # A rank may have nothing to predict; train and evaluation always have equally many micro-batches.
         self.allow_zero_length_dataloader_with_multiple_devices = True
         # Bad arguments of the sampler are found here, not after tokenizing.
-        SparsityAwareBatchSampler([2], **self._plan_options(), ranks=1, rank=0)
+        SparsityAwareBatchSampler(
+            [2], latency=AnalyticCost(GENERIC_SHAPE), **self._plan_options(), ranks=1, rank=0
+        )
 
     def prepare_data(self) -> None:
         """Tokenize the source into the cache unless it is there, whole; Lightning calls this on rank zero."""
@@ -147,10 +175,13 @@ class TextDataModule(LightningDataModule):
                 "validation_share": f"{self.validation_share}",
             }
             sync_data_check(self.trainer, data)
-            self._position = TrainingPosition(self.trainer, data, self._settings())
-            callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
-            if not any(isinstance(callback, AlignCheckpoint) for callback in callbacks):
-                callbacks.append(AlignCheckpoint(type(self).__qualname__))
+            self.latency = sync_latency(self.trainer, self.latency)
+            self._position = TrainingPosition(self.trainer, data, self._settings(), on_resize=self.on_resize)
+            AlignCheckpoint.add_to(self.trainer, type(self).__qualname__, self._position)
+            # Compares the plans of the ranks; the position stays here.
+            from sb_lightning.callbacks import BalancedSampling
+
+            BalancedSampling.add_to(self.trainer)
 
     def train_dataloader(self) -> BalancedDataLoader:
         """Return the loader of this rank's training micro-batches."""
@@ -158,6 +189,9 @@ class TextDataModule(LightningDataModule):
         trainer, data = self.trainer, self.train_dataset
         ranks, rank = data_parallel(trainer)
         accumulate = 1 if trainer is None else trainer.accumulate_grad_batches
+        module = None if trainer is None else trainer.lightning_module
+        if self.latency is None:
+            self.latency = analytic_cost(module, vocab_size=self.vocab_size, max_length=self.max_length)
         build = partial(
             SparsityAwareBatchSampler,
             data.lengths,
@@ -165,6 +199,9 @@ class TextDataModule(LightningDataModule):
             ranks=ranks,
             rank=rank,
             accumulate=accumulate,
+            latency=self.latency,
+            budget=model_budget(module),
+            sequence_ids=data.sequence_ids,
             **self._plan_options(),
         )
         sampler = build()
@@ -174,9 +211,13 @@ class TextDataModule(LightningDataModule):
                 f"trainer.accumulate_grad_batches={accumulate} x data.sequences_per_micro_batch="
                 f"{self.sequences_per_micro_batch}: each epoch is one short step."
             )
+        if self.policy == "latency" and not self._has_told:
+            self._has_told = True
+            rank_zero_info(f"Micro-batches are balanced by predicted times: {self.latency.label}.")
         if trainer is None:
             return BalancedDataLoader(data, batch_sampler=sampler, **self._loader_options())
         sampler = build(max_batches=max_batches(sampler.num_batches, trainer.limit_train_batches))
+        sampler.plan_span = partial(span, trainer, "plan")
         begin = None
         if self._position is not None:
             self._position.attach(sampler)
@@ -198,7 +239,7 @@ class TextDataModule(LightningDataModule):
         sampler = EvaluationBatchSampler(
             data.lengths, ranks=ranks, rank=rank, sequences_per_micro_batch=self.sequences_per_micro_batch
         )
-        return DataLoader(data, batch_sampler=sampler, **self._loader_options())  # type: ignore[arg-type]
+        return RankDataLoader(data, batch_sampler=sampler, **self._loader_options())
 
     def test_dataloader(self) -> DataLoader[Any] | list[Any]:
         """Return what :meth:`val_dataloader` returns: there is one held-out split."""
@@ -301,6 +342,10 @@ class TextDataModule(LightningDataModule):
         return {
             "sequences_per_micro_batch": self.sequences_per_micro_batch,
             "policy": self.policy,
+            "objective": self.objective,
+            "max_tokens": self.max_tokens,
+            "overflow": self.overflow,
+            "equal_counts": self.equal_counts,
             "tail": self.tail,
             "seed": self.seed,
         }

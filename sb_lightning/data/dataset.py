@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, DistributedSampler
 
 from sb_lightning.balance import Cell
 from sb_lightning.data.collator import MicroBatch, pack_sequences
@@ -56,7 +56,8 @@ class TokenDataset(Dataset[CellSamples]):
     def __getitems__(self, items: list[int]) -> CellSamples:
         """Return the sequences of a cell (or of a plain list of positions)."""
         ids = [int(self.sequence_ids[item]) for item in items]
-        return CellSamples(items, [self.index.tokens(i) for i in ids], ids)
+        cut = getattr(items, "max_length", None)
+        return CellSamples(items, [self.index.tokens(i)[:cut] for i in ids], ids)
 
 
 def collate_cell(samples: CellSamples | Sequence[CellSamples]) -> MicroBatch:
@@ -75,6 +76,12 @@ def collate_cell(samples: CellSamples | Sequence[CellSamples]) -> MicroBatch:
         batch["window"] = cell.window
         batch["micro_batch"] = cell.micro_batch
         batch["window_target_tokens"] = cell.window_target_tokens
+        if cell.predicted_ms is not None:
+            batch["predicted_ms"] = cell.predicted_ms
+        if cell.budgets is not None:
+            batch["budget"] = sum(cell.budgets) / len(cell.budgets)
+        if cell.plan_gap is not None:
+            batch["plan_gap"] = cell.plan_gap
     return batch
 
 
@@ -95,6 +102,8 @@ class EvaluationBatchSampler:
     def __init__(self, lengths: np.ndarray, *, ranks: int, rank: int, sequences_per_micro_batch: int) -> None:
         self.batch_size = sequences_per_micro_batch
         self.drop_last = False
+        self.ranks = ranks
+        self.rank = rank
         self._mine = list(range(rank, len(lengths), ranks))
         self._shortest = int(np.argmin(lengths))
         self._num_batches = -(-len(lengths) // (ranks * sequences_per_micro_batch))
@@ -115,8 +124,10 @@ class EvaluationBatchSampler:
             yield Cell(items or [self._shortest], window=-1, is_padding=not items)
 
 
-class RankSampler(Sampler[int]):
+class RankSampler(DistributedSampler[int]):
     """The items of one rank, in order, none repeated: ranks may have unequally many.
+
+    A ``DistributedSampler`` by its class, so that Lightning does not put one around it.
 
     Args:
         num_items: Items of all ranks.
@@ -125,6 +136,7 @@ class RankSampler(Sampler[int]):
     """
 
     def __init__(self, num_items: int, *, ranks: int, rank: int) -> None:
+        super().__init__(range(num_items), num_replicas=ranks, rank=rank, shuffle=False)  # type: ignore[arg-type]
         self._items = range(rank, num_items, ranks)
 
     def __len__(self) -> int:

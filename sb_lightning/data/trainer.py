@@ -7,11 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from sb_lightning._messages import explain
 
-__all__ = ["check_trainer", "data_parallel", "max_batches", "sync_data_check"]
+__all__ = ["check_accumulation", "check_trainer", "data_parallel", "max_batches", "sync_data_check"]
 
 
 def data_parallel(trainer: Trainer | None) -> tuple[int, int]:
@@ -46,29 +45,30 @@ def check_trainer(trainer: Any) -> None:
     Raises:
         MisconfigurationException: Names the setting to change.
     """
-    connector = trainer._accelerator_connector
-    if connector.use_distributed_sampler and connector.is_distributed:
-        raise MisconfigurationException(
-            explain(
-                f"Trainer(use_distributed_sampler=True) with {trainer.world_size} ranks",
-                "Lightning would replace the sampler that plans which rank trains on what",
-                "pass Trainer(use_distributed_sampler=False) (trainer.use_distributed_sampler: false)",
-            )
-        )
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks):
-        raise MisconfigurationException(
-            explain(
-                "trainer.callbacks holds a GradientAccumulationScheduler",
-                "windows are planned for one number of micro-batches per optimizer step",
-                "remove it and set trainer.accumulate_grad_batches",
-            )
-        )
+    check_accumulation(trainer)
     if trainer.overfit_batches > 0:
         raise MisconfigurationException(
             explain(
                 f"Trainer(overfit_batches={trainer.overfit_batches})",
                 "Lightning would replace the sampler that plans the windows",
                 "use trainer.limit_train_batches",
+            )
+        )
+
+
+def check_accumulation(trainer: Any) -> None:
+    """Refuse a number of micro-batches per optimizer step that changes during the training.
+
+    Raises:
+        MisconfigurationException: Names the callback to remove.
+    """
+    # Of either package.
+    if any(type(callback).__name__ == "GradientAccumulationScheduler" for callback in trainer.callbacks):
+        raise MisconfigurationException(
+            explain(
+                "trainer.callbacks holds a GradientAccumulationScheduler",
+                "windows are planned for one number of micro-batches per optimizer step",
+                "remove it and set trainer.accumulate_grad_batches",
             )
         )
 

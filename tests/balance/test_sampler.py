@@ -1,6 +1,5 @@
 """The batch sampler and its loader, without a Trainer."""
 
-import copy
 import pickle
 from collections import Counter
 
@@ -8,12 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampler_cases import POLICIES, batch_sampler, rank_samplers
+from torch.utils.data.distributed import DistributedSampler
 
-from sb_lightning.balance import BalancedDataLoader, Cell, SparsityAwareBatchSampler
-
-
-def rank_samplers(lengths, ranks, **options):
-    return [SparsityAwareBatchSampler(lengths, ranks=ranks, rank=rank, **options) for rank in range(ranks)]
+from sb_lightning.balance import Cell
 
 
 @given(
@@ -24,10 +21,16 @@ def rank_samplers(lengths, ranks, **options):
     tail=st.sampled_from(["pad", "partial", "drop"]),
     limit=st.one_of(st.none(), st.integers(1, 30)),
     epoch=st.integers(0, 3),
+    policy=st.sampled_from(POLICIES),
+    objective=st.sampled_from(["ddp", "fsdp"]),
+    equal_counts=st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
-def test_epoch(lengths, ranks, accumulate, m, tail, limit, epoch):
+def test_epoch(lengths, ranks, accumulate, m, tail, limit, epoch, policy, objective, equal_counts):
     options = {
+        "policy": policy,
+        "objective": objective,
+        "equal_counts": equal_counts,
         "accumulate": accumulate,
         "sequences_per_micro_batch": m,
         "tail": tail,
@@ -61,28 +64,46 @@ def test_epoch(lengths, ranks, accumulate, m, tail, limit, epoch):
         assert [(c.window, c.micro_batch) for c in row] == [divmod(b, accumulate) for b in range(len(row))]
         assert all(cell.window_target_tokens == counted[cell.window] for cell in row)
     assert samplers[0].num_windows == len(counted)
+    assert all(cells for row in cells for cells in row)
+    # The same windows as a DistributedSampler deals, whatever the policy.
+    torch_samplers = [
+        DistributedSampler(lengths, ranks, rank, seed=7, drop_last=False) for rank in range(ranks)
+    ]
+    for sampler in torch_samplers:
+        sampler.set_epoch(epoch)
+    dealt = [list(sampler) for sampler in torch_samplers]
+    for window in range(samplers[0].num_windows):
+        mine = Counter(
+            i for row in cells for cell in row if cell.window == window and not cell.is_padding for i in cell
+        )
+        size = accumulate * m
+        theirs = Counter(i for row in dealt for i in row[window * size : (window + 1) * size])
+        full = sum(mine.values()) == ranks * size
+        assert (mine == theirs) if full else not mine - theirs
+        if full and equal_counts:
+            assert {len(c) for row in cells for c in row if c.window == window} == {m}
 
 
 def test_ranks_plan_alike():
     samplers = rank_samplers(list(range(2, 40)), 3, accumulate=2)
-    plans = [[sampler.plan(window) for window in range(sampler.num_windows)] for sampler in samplers]
+    plans = [[sampler.plan(0, window) for window in range(sampler.num_windows)] for sampler in samplers]
     assert plans[0] == plans[1] == plans[2]
     for rank, sampler in enumerate(samplers):
         assert list(sampler) == [samplers[0].cell(*divmod(b, 2), rank=rank) for b in range(len(sampler))]
 
 
 def test_looks_like_what_lightning_expects():
-    sampler = SparsityAwareBatchSampler([3, 4, 5])
+    sampler = batch_sampler([3, 4, 5])
     assert sampler.sampler is sampler
     assert not isinstance(sampler, torch.utils.data.BatchSampler)
-    assert (sampler.batch_size, sampler.drop_last) == (1, False)
+    assert (sampler.batch_size, sampler.drop_last) == (None, False)
     first = list(sampler)
     sampler.set_epoch(1)
     assert list(sampler) != first
 
 
 def test_nothing_is_planned_before_it_is_needed(monkeypatch):
-    from sb_lightning.balance import sampler as module
+    from sb_lightning.balance import membership as module
 
     epochs = []
 
@@ -91,7 +112,7 @@ def test_nothing_is_planned_before_it_is_needed(monkeypatch):
         return torch.arange(length).numpy()
 
     monkeypatch.setattr(module, "epoch_permutation", permute)
-    sampler = SparsityAwareBatchSampler(list(range(1, 100_001)), accumulate=4)
+    sampler = batch_sampler(list(range(1, 100_001)), accumulate=4, policy="random")
     assert len(sampler) == 100_000
     cells = iter(sampler)
     sampler.set_epoch(4)
@@ -100,7 +121,7 @@ def test_nothing_is_planned_before_it_is_needed(monkeypatch):
 
 
 def test_start_at_counts_once():
-    sampler = SparsityAwareBatchSampler(list(range(1, 10)), accumulate=3)
+    sampler = batch_sampler(list(range(1, 10)), accumulate=3)
     whole = list(sampler)
     sampler.start_at(4)
     assert list(sampler) == whole[4:]
@@ -108,8 +129,8 @@ def test_start_at_counts_once():
 
 
 def test_target_tokens_of_their_own():
-    sampler = SparsityAwareBatchSampler([5, 6, 7], [0, 2, 1], accumulate=3)
-    assert sampler.plan(0).target_tokens == 3
+    sampler = batch_sampler([5, 6, 7], [0, 2, 1], accumulate=3)
+    assert sampler.plan(0, 0).target_tokens == 3
     assert {cell.window_target_tokens for cell in sampler} == {3}
 
 
@@ -121,10 +142,10 @@ def test_cell_travels():
 
 
 def test_plan_outside_of_the_epoch():
-    sampler = SparsityAwareBatchSampler([3] * 7, accumulate=2, max_batches=3)
-    assert sampler.plan(1).num_micro_batches == 1
+    sampler = batch_sampler([3] * 7, accumulate=2, max_batches=3)
+    assert sampler.plan(0, 1).num_micro_batches == 1
     with pytest.raises(IndexError, match="window 2 is outside the 2 windows"):
-        sampler.plan(2)
+        sampler.plan(0, 2)
 
 
 @pytest.mark.parametrize(
@@ -152,76 +173,9 @@ def test_plan_outside_of_the_epoch():
 )
 def test_bad_arguments(options, error, names):
     with pytest.raises(error, match=names):
-        SparsityAwareBatchSampler([4, 5, 6], **options)
+        batch_sampler([4, 5, 6], options.pop("target_tokens", None), **options)
 
 
 def test_no_sequences():
     with pytest.raises(ValueError, match="0 sequences do not fill one window"):
-        SparsityAwareBatchSampler([])
-
-
-class Squares(torch.utils.data.Dataset):
-    """A data set that knows nothing of cells."""
-
-    def __len__(self):
-        return 11
-
-    def __getitem__(self, index):
-        return torch.tensor(index**2)
-
-
-def make_loader(workers=0, **options):
-    sampler = SparsityAwareBatchSampler([5] * 11, ranks=1, rank=0, accumulate=2, seed=1, **options)
-    return BalancedDataLoader(Squares(), batch_sampler=sampler, num_workers=workers)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loader_resumes_at_the_micro_batch(workers):
-    """Used alone, the loader goes on at the very micro-batch: nothing but data has to agree."""
-    loader = make_loader(workers)
-    loader.batch_sampler.set_epoch(3)
-    whole = [batch.tolist() for batch in loader]
-    assert len(whole) == len(loader) == 11
-    running = iter(loader)
-    head = [next(running).tolist() for _ in range(4)]
-    state = copy.deepcopy(loader.state_dict())
-    assert state["micro_batch"] == 4
-    again = make_loader(workers)
-    again.load_state_dict(state)
-    again.batch_sampler.set_epoch(3)
-    assert head + [batch.tolist() for batch in again] == whole
-    again.batch_sampler.set_epoch(4)
-    assert len([batch.tolist() for batch in again]) == 11
-
-
-def test_loader_at_the_end_of_an_epoch():
-    loader = make_loader()
-    list(loader)
-    again = make_loader()
-    again.load_state_dict(loader.state_dict())
-    again.batch_sampler.set_epoch(1)
-    assert len(list(again)) == 11
-
-
-def test_loader_refuses_another_order():
-    state = make_loader().state_dict()
-    with pytest.raises(ValueError, match="sequences_per_micro_batch 1 -> 2"):
-        make_loader(sequences_per_micro_batch=2).load_state_dict(state)
-    with pytest.raises(ValueError, match="version 99"):
-        make_loader().load_state_dict({**state, "version": 99})
-
-
-def test_loader_starts_no_worker_before_the_first_batch(monkeypatch):
-    """Lightning creates the iterator before it sets the epoch (pytorch-lightning issue 21938)."""
-    loader = make_loader()
-    batches = iter(loader)
-    loader.batch_sampler.set_epoch(2)
-    expected = make_loader()
-    expected.batch_sampler.set_epoch(2)
-    assert [b.tolist() for b in batches] == [b.tolist() for b in expected]
-
-
-def test_loader_knows_the_length_before_the_limit():
-    loader = make_loader(max_batches=3)
-    assert len(loader) == 11
-    assert len(list(loader)) == len(loader.batch_sampler) == 3
+        batch_sampler([])

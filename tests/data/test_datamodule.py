@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from tiny_run import TinyModule, data_module, fit, make_trainer, write_documents
 
@@ -18,7 +17,7 @@ from sb_lightning.data.dataset import EvaluationBatchSampler, in_validation
 
 TRAIN_KEYS = {
     "input_ids", "position_ids", "labels", "cu_seqlens", "max_seqlen", "sequence_ids", "target_tokens",
-    "window", "micro_batch", "window_target_tokens",
+    "window", "micro_batch", "window_target_tokens", "predicted_ms", "plan_gap",
 }  # fmt: skip
 
 
@@ -55,6 +54,8 @@ def test_alone(folder):
         "window",
         "micro_batch",
         "window_target_tokens",
+        "predicted_ms",
+        "plan_gap",
     }
     assert [b["sequence_ids"].item() for b in data.predict_dataloader()] == held_out
     assert len(list(data.test_dataloader())) == len(held_out)
@@ -159,15 +160,6 @@ def test_fewer_documents_than_a_window(folder):
     with pytest.warns(UserWarning, match=r"18 training sequences are fewer .*accumulate_grad_batches=19"):
         result = fit(folder, accumulate_grad_batches=19, max_epochs=2)
     assert [record[5] for record in result.log_of_batches] == [0] * 18 + [1] * 18
-
-
-def test_distributed_sampler_is_refused(folder):
-    data = data_module(folder)
-    data.trainer = Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False
-    )
-    with pytest.raises(MisconfigurationException, match=r"use_distributed_sampler=False"):
-        data.setup("fit")
 
 
 def test_changing_accumulation_is_refused(folder):

@@ -7,6 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tiny_run import TinyModule, data_module, fit, make_trainer, write_documents
 
+from sb_lightning.callbacks import BalancedSampling
 from sb_lightning.data.position import rewind_loops, window_start
 
 # 18 documents to train on: 6 windows of 3 micro-batches an epoch; with limit 10, 4 windows, the last of 1.
@@ -103,6 +104,8 @@ def test_state_is_plain_and_loads_with_weights_only(folder):
     fit(folder, save=True, max_epochs=1)
     state = torch.load(folder / "b-0-7.ckpt", weights_only=True)["TextDataModule"]
     assert {"version": 1, "epoch": 0, "micro_batch": 8, "accumulate": 3, "ranks": 1}.items() <= state.items()
+    # What the sampler has learnt.
+    assert state.pop("sampler")["version"] == 1
     settings = state.pop("settings")
     assert all(isinstance(value, (int, str)) for value in state.values())
     assert all(isinstance(value, (int, float, str)) for value in settings.values())
@@ -132,6 +135,30 @@ def test_another_number_of_ranks_is_refused(folder, monkeypatch):
     monkeypatch.setattr(datamodule, "data_parallel", lambda trainer: (2, 0))
     with pytest.raises(MisconfigurationException, match="ranks 1 -> 2"):
         fit(folder, resume="b-0-7", max_epochs=2)
+
+
+@pytest.mark.parametrize("checkpoint", ["b-0-1", "b-0-7", "v-0", "b-1-4"])
+@pytest.mark.parametrize("accumulate", [2, 5])
+def test_the_rest_of_an_epoch_is_planned_anew(accumulate, checkpoint, folder):
+    """In windows of another size: none twice, none lost, then whole epochs, each with its validation."""
+    records = fit(folder, save=True, **EPOCHS).log_of_batches
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    module = fit(folder, resume=checkpoint, data={"on_resize": "replan"}, **options)
+    got, left = module.log_of_batches, rest(records, checkpoint)
+    epoch = left[0][0]
+
+    def sequences(found, epoch):
+        return sorted(i for record in found if record[0] == epoch for i in record[4])
+
+    assert sequences(got, epoch) == sequences(left, epoch)
+    whole = sequences(records, 0)
+    assert all(sequences(got, later) == whole for later in range(epoch + 1, 3))
+    assert got[0][5:7] == left[0][5:7]
+    validated = [event for event in module.events if event.startswith("val") and event.endswith(" 0")]
+    assert len(validated) == 3 - epoch
+    assert [event for event in module.events if event.startswith("end")] == [
+        f"end {later}" for later in range(epoch, 3)
+    ]
 
 
 def test_a_checkpoint_without_position_is_refused(folder):
@@ -180,3 +207,13 @@ def test_rewind_counts_from_the_window(folder):
     again = copy.deepcopy(loops)
     rewind_loops(again, {**position, "micro_batch": 6}, middle["global_step"])
     assert again == loops
+
+
+def test_beside_the_callback(folder):
+    """With BalancedSampling among the callbacks too, the data module keeps the position."""
+    records = fit(folder, save=True, **EPOCHS).log_of_batches
+    for callbacks in ([], [BalancedSampling()]):
+        module = fit(folder, callbacks=callbacks, resume="b-0-7", **EPOCHS)
+        assert module.log_of_batches == rest(records, "b-0-7")
+        assert sum(isinstance(c, BalancedSampling) for c in module.trainer.callbacks) == 1
+    assert "BalancedSampling" not in torch.load(folder / "b-0-7.ckpt", weights_only=True)["callbacks"]

@@ -4,12 +4,9 @@ import warnings
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
 from tiny_run import TinyModule, data_module, fit, make_trainer, write_documents
 
 from sb_lightning.balance import SparsityAwareBatchSampler
-from sb_lightning.data import datamodule as datamodule_module
 
 
 @pytest.fixture
@@ -30,29 +27,27 @@ def test_every_epoch_has_its_own_order(folder):
     assert len({tuple(order) for order in orders}) == 3
 
 
-def test_sampler_is_never_replaced_in_silence(folder, monkeypatch):
-    """A batch sampler under DDP is rebuilt or refused: pytorch-lightning issues 1661, 3455, 5145."""
-    data = data_module(folder)
-    data.trainer = Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False
-    )
-    with pytest.raises(MisconfigurationException, match="use_distributed_sampler"):
-        data.setup("fit")
-    # With the sampler in charge, two ranks share the windows that one rank would have alone.
-    whole = fit(folder, max_epochs=1, accumulate_grad_batches=4).batches
-    shares = []
-    for rank in range(2):
-        monkeypatch.setattr(datamodule_module, "data_parallel", lambda trainer, rank=rank: (2, rank))
-        shares.append(fit(folder, max_epochs=1, accumulate_grad_batches=2).batches)
+def dealt_windows(folder, settings):
+    batches = fit(folder, max_epochs=1, devices=2, strategy="ddp", **settings).batches
+    return [(batch["window"], batch["sequence_ids"].tolist()) for batch in batches if "window" in batch]
 
-    def windows(batches):
+
+@pytest.mark.parametrize("flag", [{}, {"use_distributed_sampler": False}], ids=["default", "off"])
+def test_sampler_is_never_replaced_in_silence(flag, folder, gloo_pool):
+    """A batch sampler under DDP is rebuilt or refused: pytorch-lightning issues 1661, 3455, 5145, 19964."""
+    whole = fit(folder, max_epochs=1, accumulate_grad_batches=4).batches
+    shares = gloo_pool.run(dealt_windows, folder, {"accumulate_grad_batches": 2, **flag})
+
+    def windows(cells):
         groups = {}
-        for batch in batches:
-            if "window" in batch:
-                groups.setdefault(batch["window"], []).extend(batch["sequence_ids"].tolist())
+        for window, ids in cells:
+            if window >= 0:
+                groups.setdefault(window, []).extend(ids)
         return {window: sorted(ids) for window, ids in groups.items()}
 
-    assert windows(shares[0] + shares[1]) == windows(whole)
+    assert windows(shares[0] + shares[1]) == windows(
+        [(batch["window"], batch["sequence_ids"].tolist()) for batch in whole if "window" in batch]
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,0 +1,80 @@
+"""Figures of policies as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from sb_lightning.balance.policy_figures import PERFECT, SUFFIX
+
+if TYPE_CHECKING:
+    from sb_lightning.balance.policy_figures import PolicyFigures
+
+__all__ = ["imbalance_table", "time_table", "time_unit"]
+
+MANY_MS = 100_000.0
+
+
+def time_unit(longest_ms: float) -> tuple[str, float]:
+    """Return the unit in which times are shown, and its milliseconds.
+
+    Args:
+        longest_ms: The longest of the times.
+
+    Example:
+        >>> time_unit(90.0), time_unit(2.5e5)
+        (('ms', 1.0), ('s', 1000.0))
+    """
+    return ("ms", 1.0) if longest_ms < MANY_MS else ("s", 1000.0)
+
+
+def time_table(rows: Sequence[PolicyFigures]) -> str:
+    """Return the times of windows under each policy, a line each."""
+    unit, ms = time_unit(max(row.window_ms_max for row in rows))
+    heads = (
+        f"mean {unit}",
+        "median",
+        "p90",
+        "max",
+        "speedup",
+        "waiting",
+        "gap",
+        "largest",
+        "proven",
+        "plan ms",
+    )
+    lines: list[tuple[str, ...]] = [("policy", *heads)]
+    for row in rows:
+        times = (row.window_ms_mean, row.window_ms_median, row.window_ms_p90, row.window_ms_max)
+        plans = (f"{row.gap_mean:.1%}", f"{row.gap_max:.1%}", f"{row.proven_share:.0%}", f"{row.plan_ms:.2f}")
+        lines.append(
+            (
+                row.policy,
+                *(f"{time / ms:,.1f}" for time in times),
+                f"{row.speedup:.2f}x",
+                f"{row.waiting_share:.1%}",
+                # It is no plan.
+                *(plans if row.policy != PERFECT else [""] * len(plans)),
+            )
+        )
+    return _aligned(lines)
+
+
+def imbalance_table(rows: Sequence[PolicyFigures]) -> str:
+    """Return the four imbalances under each policy, a line each."""
+    names = list(rows[0].imbalances)
+    heads = [name.removeprefix("balance/").removesuffix(SUFFIX) for name in names]
+    lines = [("policy", *heads)]
+    lines += [(row.policy, *(f"{row.imbalances[name]:.3f}" for name in names)) for row in rows]
+    return _aligned(lines)
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
