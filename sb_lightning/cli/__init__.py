@@ -20,6 +20,7 @@ COMMANDS = {
     **TRAINER_COMMANDS,
     "doctor": "what works on this machine, and why the rest does not",
     "profile": "measure a configuration's training steps on this machine",
+    "plan": "what each balancing policy would gain, predicted without training",
     "trace": "what each rank did when, as a Perfetto trace and as a picture",
 }
 
@@ -54,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_doctor(rest)
     if command == "profile":
         return _run_profile(rest)
+    if command == "plan":
+        from sb_lightning.cli.plan import run as run_plan
+
+        return run_plan(rest)
     print(_unknown(command), file=sys.stderr)
     return 2
 
