@@ -16,8 +16,8 @@ FEWER = {
 }
 
 
-def test_there_are_three_blocks():
-    assert len(BLOCKS) == 3
+def test_there_are_four_blocks():
+    assert len(BLOCKS) == 4
     assert all(any(text in block for block in BLOCKS) for text in FEWER)
 
 
