@@ -110,7 +110,7 @@ class Slots {
       room_.Make(found);
       loads_[source] -= delta;
       loads_[found.target] += delta;
-      Sort();
+      SortAgain(source, found.target);
       work_ -= static_cast<int64_t>(order_.size());
       return true;
     }
@@ -120,6 +120,24 @@ class Slots {
  private:
   void Sort() {
     order_ = ByLoad(loads_);
+    Number();
+  }
+
+  // The same where the loads of two cells changed.
+  void SortAgain(int32_t first, int32_t second) {
+    order_.erase(std::remove_if(order_.begin(), order_.end(),
+                                [&](int32_t cell) { return cell == first || cell == second; }),
+                 order_.end());
+    for (const int32_t cell : {first, second}) {
+      const auto place = std::partition_point(order_.begin(), order_.end(), [&](int32_t other) {
+        return loads_[other] != loads_[cell] ? loads_[other] > loads_[cell] : other < cell;
+      });
+      order_.insert(place, cell);
+    }
+    Number();
+  }
+
+  void Number() {
     value_ = 0;
     for (int place = 0; place < static_cast<int>(order_.size()); ++place) {
       slot_of_[order_[place]] = place / problem_.ranks;

@@ -36,7 +36,7 @@ Parts LargestFirst(const Numbers& costs, int bins, int least, int most) {
   return parts;
 }
 
-std::optional<Parts> LeastIncrease(const Problem& problem, const Items& order) {
+std::optional<Parts> LeastIncrease(const Problem& problem) {
   const int num_cells = problem.num_cells(), size = problem.size(), ranks = problem.ranks;
   const int least = problem.cell_least(), most = problem.cell_most();
   Parts cells(num_cells);
@@ -44,10 +44,9 @@ std::optional<Parts> LeastIncrease(const Problem& problem, const Items& order) {
       lowest(problem.accumulate);
   Items counts(num_cells);
   int missing = num_cells * least;
-  for (int place = 0; place < size; ++place) {
-    const int32_t item = order[place];
+  for (int32_t item = 0; item < size; ++item) {
     const int64_t cost = problem.costs[item], length = problem.tokens[item];
-    const bool only_poor = size - place == missing;
+    const bool only_poor = size - item == missing;
     int best = -1;
     std::pair<int64_t, int64_t> best_key;
     const auto consider = [&](int cell) {
@@ -59,9 +58,9 @@ std::optional<Parts> LeastIncrease(const Problem& problem, const Items& order) {
       best = cell;
       best_key = key;
     };
-    if (place < num_cells) {
+    if (item < num_cells) {
       // One item each, largest first: that is the best start.
-      consider(place);
+      consider(item);
     } else {
       for (int slot = 0; slot < problem.accumulate; ++slot) {
         // No cell of the slot grows it by less than the emptiest.
@@ -80,18 +79,17 @@ std::optional<Parts> LeastIncrease(const Problem& problem, const Items& order) {
     const auto first = loads.begin() + static_cast<ptrdiff_t>(slot) * ranks;
     lowest[slot] = *std::min_element(first, first + ranks);
   }
-  for (Items& cell : cells) std::sort(cell.begin(), cell.end());
   return cells;
 }
 
-Parts DealtInTurns(const Problem& problem, const Items& order) {
+Parts DealtInTurns(const Problem& problem) {
   const int ranks = problem.ranks, accumulate = problem.accumulate, size = problem.size();
   Parts cells;
   for (int rank = 0; rank < ranks; ++rank) {
     Items mine;
     for (int turn = 0; turn < (size + ranks - 1) / ranks; ++turn) {
-      const int place = turn * ranks + (turn % 2 == 1 ? ranks - 1 - rank : rank);
-      if (place < size) mine.push_back(order[place]);
+      const int item = turn * ranks + (turn % 2 == 1 ? ranks - 1 - rank : rank);
+      if (item < size) mine.push_back(item);
     }
     const int share = static_cast<int>(mine.size()) / accumulate;
     const int extra = static_cast<int>(mine.size()) % accumulate;
@@ -99,7 +97,6 @@ Parts DealtInTurns(const Problem& problem, const Items& order) {
     for (int cell = 0; cell < accumulate; ++cell) {
       const auto stop = start + share + (cell < extra);
       cells.emplace_back(start, stop);
-      std::sort(cells.back().begin(), cells.back().end());
       start = stop;
     }
   }

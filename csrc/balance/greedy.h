@@ -12,10 +12,11 @@ Parts LargestFirst(const Numbers& costs, int bins, int least, int most);
 
 // Fills slots by descending cost, then puts each item where the sum of the slot maxima grows least;
 // of cells that do not grow it the fullest is taken. Nothing if an item fits nowhere under the cap.
-std::optional<Parts> LeastIncrease(const Problem& problem, const Items& order);
+// Costs descend.
+std::optional<Parts> LeastIncrease(const Problem& problem);
 
-// Deals items to ranks in alternating direction; cuts each rank's items evenly into cells, larger
-// first.
-Parts DealtInTurns(const Problem& problem, const Items& order);
+// Deals items (costs descending) to ranks in alternating direction; cuts each rank's items evenly
+// into cells, larger first.
+Parts DealtInTurns(const Problem& problem);
 
 }  // namespace sb::balance

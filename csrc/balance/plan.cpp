@@ -1,6 +1,7 @@
 #include "balance/plan.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "balance/bounds.h"
@@ -9,6 +10,7 @@
 #include "balance/karmarkar_karp.h"
 #include "balance/packing.h"
 #include "balance/search.h"
+#include "balance/slot_fill.h"
 #include "balance/slots.h"
 #include "balance/swaps.h"
 
@@ -17,8 +19,11 @@ namespace sb::balance {
 namespace {
 
 constexpr int kSearchedItems = 16;
-// Items times cells; beyond, two of three starts have to do.
+// Items times cells; beyond, fewer starts have to do.
 constexpr int64_t kAllStartsWork = 1 << 18;
+// Shares of the bound. A large window is planned well enough with less than the first left to gain.
+// With less than the second, most of the window in one micro-batch is not worth the memory.
+constexpr int64_t kWellEnough = 1024, kNotWorthOneSlot = 128;
 
 using Rows = std::vector<Parts>;
 
@@ -156,58 +161,86 @@ bool UnderCap(const Problem& problem, const Parts& cells) {
   });
 }
 
-// Exchanges items within each slot, where the cells then stay under the cap.
+// Exchanges items within each slot, where the cells then stay under the cap. Costs descend.
 void LevelSlots(const Problem& problem, Parts& cells) {
   const Items order = ByLoad(LoadsOf(problem, cells));
   for (int slot = 0; slot < problem.accumulate; ++slot) {
     const int32_t* chosen = order.data() + static_cast<ptrdiff_t>(slot) * problem.ranks;
-    Items members;
-    for (int r = 0; r < problem.ranks; ++r)
-      members.insert(members.end(), cells[chosen[r]].begin(), cells[chosen[r]].end());
-    std::sort(members.begin(), members.end());
-    const Items by_cost = ByLoad(At(problem.costs, members));
-    const Items items = At(members, by_cost);
-    const Numbers costs = At(problem.costs, items);
-    // The place in `items` of each member.
-    Items place(items.size());
-    for (int32_t n = 0; n < static_cast<int32_t>(items.size()); ++n) place[by_cost[n]] = n;
     Parts parts;
     int64_t sum = 0;
-    for (const int64_t cost : costs) sum += cost;
     for (int r = 0; r < problem.ranks; ++r) {
-      parts.emplace_back();
-      for (const int32_t item : cells[chosen[r]])
-        parts.back().push_back(
-            place[std::lower_bound(members.begin(), members.end(), item) - members.begin()]);
-      std::sort(parts.back().begin(), parts.back().end());
+      parts.push_back(cells[chosen[r]]);
+      for (const int32_t item : parts.back()) sum += problem.costs[item];
     }
-    Improve(costs, parts, problem.cell_least(), problem.cell_most(),
+    Improve(problem.costs, parts, problem.cell_least(), problem.cell_most(),
             sum / problem.ranks + (sum % problem.ranks != 0));
-    for (Items& part : parts) {
-      part = At(items, part);
-      std::sort(part.begin(), part.end());
-    }
     if (!UnderCap(problem, parts)) continue;
     for (int r = 0; r < problem.ranks; ++r) cells[chosen[r]] = std::move(parts[r]);
   }
 }
 
-// The cells of one of three starts; none if they break the cap.
-std::optional<Parts> CellsFrom(const Problem& problem, int start, const Items& order) {
-  if (start == 0) return LeastIncrease(problem, order);
-  Parts cells;
-  if (start == 1) {
-    cells = DealtInTurns(problem, order);
-  } else {
-    cells = LargestFirst(At(problem.costs, order), problem.num_cells(), problem.cell_least(),
-                         problem.cell_most());
-    for (Items& cell : cells) {
-      cell = At(order, cell);
-      std::sort(cell.begin(), cell.end());
-    }
+// How the cells can be found at first, in the order of trying.
+enum class Start { kFillSlots, kInTurns, kLeastIncrease, kOneFullSlot, kPack };
+
+// The cells of one start, items ascending; none if they break the cap.
+std::optional<Parts> CellsFrom(const Problem& problem, Start start, bool& certain) {
+  if (start == Start::kPack) {
+    Packing all = PackAll(problem);
+    certain = all.certain;
+    return std::move(all.cells);
   }
-  if (!UnderCap(problem, cells)) return std::nullopt;
+  if (start == Start::kLeastIncrease) return LeastIncrease(problem);
+  if (start == Start::kOneFullSlot && problem.equal_counts) return std::nullopt;
+  std::optional<Parts> cells = start == Start::kFillSlots ? FillSlots(problem)
+                               : start == Start::kInTurns ? DealtInTurns(problem)
+                                                          : OneFullSlot(problem);
+  if (!cells || !UnderCap(problem, *cells)) return std::nullopt;
   return cells;
+}
+
+struct Cells {
+  std::optional<Parts> parts;
+  bool finished;  // As in a plan.
+};
+
+// The cells of a problem whose costs descend.
+Cells FsdpCells(const Problem& problem, int64_t node_limit) {
+  const int size = problem.size();
+  if (problem.one_per_cell()) {
+    Parts cells;
+    for (int32_t item = 0; item < size; ++item) cells.push_back({item});
+    return {std::move(cells), true};
+  }
+  const int64_t bound = FsdpBound(problem);
+  const bool is_large = static_cast<int64_t>(size) * problem.num_cells() > kAllStartsWork;
+  std::optional<Parts> best;
+  int64_t best_value = -1;
+  bool certain = false;
+  for (const Start start : {Start::kFillSlots, Start::kInTurns, Start::kLeastIncrease,
+                            Start::kOneFullSlot, Start::kPack}) {
+    const int64_t left = best_value - bound;
+    if (best && (left <= (is_large ? bound / kWellEnough : 0) || start == Start::kPack ||
+                 (start == Start::kLeastIncrease && is_large) ||
+                 (start == Start::kOneFullSlot && left <= bound / kNotWorthOneSlot)))
+      continue;
+    std::optional<Parts> cells = CellsFrom(problem, start, certain);
+    if (!cells) continue;
+    LevelSlots(problem, *cells);
+    const int64_t value = ImproveSlots(problem, *cells, bound);
+    if (best && value >= best_value) continue;
+    best = std::move(cells);
+    best_value = value;
+  }
+  if (!best) return {std::nullopt, certain};
+  bool finished = best_value <= bound;
+  if (!finished && IsSearched(problem, node_limit)) {
+    // Its steps are dearer than those of the other search, and win less.
+    const int64_t limit = node_limit == kUnlimited ? node_limit : node_limit / 4;
+    Found found = SearchSlots(problem, best_value, bound, limit);
+    finished = found.finished;
+    if (found.parts) best = std::move(found.parts);
+  }
+  return {std::move(best), finished};
 }
 
 }  // namespace
@@ -244,40 +277,23 @@ Plan PlanDdp(const Problem& problem, int64_t node_limit) {
 }
 
 Plan PlanFsdp(const Problem& problem, int64_t node_limit) {
-  const Items order = ByLoad(problem.costs);
-  if (problem.one_per_cell()) {
-    Parts cells;
-    for (const int32_t item : order) cells.push_back({item});
-    return {SlotsToRows(problem, cells), true};
+  // The largest first, so that the order of the items decides nothing but which of equal ones goes
+  // where.
+  Items order(problem.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+    if (problem.costs[a] != problem.costs[b]) return problem.costs[a] > problem.costs[b];
+    return problem.tokens[a] != problem.tokens[b] ? problem.tokens[a] > problem.tokens[b] : a < b;
+  });
+  const Problem ordered{At(problem.costs, order), At(problem.tokens, order), problem.ranks,
+                        problem.accumulate,       problem.max_tokens,        problem.equal_counts};
+  Cells cells = FsdpCells(ordered, node_limit);
+  if (!cells.parts) return {{}, cells.finished};
+  for (Items& cell : *cells.parts) {
+    cell = At(order, cell);
+    std::sort(cell.begin(), cell.end());
   }
-  const int64_t bound = FsdpBound(problem);
-  std::optional<Parts> best;
-  int64_t best_value = -1;
-  const auto consider = [&](Parts cells) {
-    LevelSlots(problem, cells);
-    const int64_t value = ImproveSlots(problem, cells, bound);
-    if (best && value >= best_value) return;
-    best = std::move(cells);
-    best_value = value;
-  };
-  // The start that looks at every cell for every item is for few of them, or where caps ask for it.
-  const bool is_large = static_cast<int64_t>(problem.size()) * problem.num_cells() > kAllStartsWork;
-  for (const int start : {1, 2, 0}) {
-    if (best && (best_value <= bound || (start == 0 && is_large))) break;
-    if (std::optional<Parts> cells = CellsFrom(problem, start, order)) consider(std::move(*cells));
-  }
-  if (!best) {
-    Packing all = PackAll(problem);
-    if (!all.cells) return {{}, all.certain};
-    consider(std::move(*all.cells));
-  }
-  bool finished = best_value <= bound;
-  if (!finished && IsSearched(problem, node_limit)) {
-    Found found = SearchSlots(problem, order, best_value, bound, node_limit);
-    finished = found.finished;
-    if (found.parts) best = std::move(found.parts);
-  }
-  return {SlotsToRows(problem, *best), finished};
+  return {SlotsToRows(problem, *cells.parts), cells.finished};
 }
 
 }  // namespace sb::balance

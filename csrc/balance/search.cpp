@@ -127,10 +127,8 @@ class Ranks {
 
 class Slots {
  public:
-  Slots(const Problem& problem, const Items& order, int64_t value, int64_t bound,
-        int64_t node_limit)
+  Slots(const Problem& problem, int64_t value, int64_t bound, int64_t node_limit)
       : problem_(problem),
-        order_(order),
         best_(value),
         bound_(bound),
         node_limit_(node_limit),
@@ -143,18 +141,17 @@ class Slots {
     for (const int64_t cost : problem.costs) left_ += cost;
   }
 
-  // Places this item of the order and all after it.
-  void Place(int index) {
+  // Places this item and all after it.
+  void Place(int32_t item) {
     const int size = problem_.size();
-    if (index == size) {
+    if (item == size) {
       best_ = value_;
       found_.emplace(problem_.num_cells());
       for (int32_t i = 0; i < size; ++i) (*found_)[cell_of_[i]].push_back(i);
       return;
     }
-    const int32_t item = order_[index];
     const int64_t cost = problem_.costs[item], length = problem_.tokens[item];
-    const bool only_poor = size - index == missing_;
+    const bool only_poor = size - item == missing_;
     for (int cell = 0; cell < problem_.num_cells(); ++cell) {
       const int slot = cell / problem_.ranks, count = counts_[cell];
       const bool poor = count < problem_.cell_least();
@@ -176,7 +173,7 @@ class Slots {
       missing_ -= poor;
       left_ -= cost;
       placed_ += cost;
-      if (!Hopeless()) Place(index + 1);
+      if (!Hopeless()) Place(item + 1);
       placed_ -= cost;
       left_ += cost;
       missing_ += poor;
@@ -212,7 +209,6 @@ class Slots {
   }
 
   const Problem& problem_;
-  const Items& order_;
   int64_t best_;
   const int64_t bound_, node_limit_;
   Items cell_of_, counts_;
@@ -238,9 +234,8 @@ Found SearchRanks(const Numbers& costs, int bins, int least, int most, int64_t v
   return search.result();
 }
 
-Found SearchSlots(const Problem& problem, const Items& order, int64_t value, int64_t bound,
-                  int64_t node_limit) {
-  Slots search(problem, order, value, bound, node_limit);
+Found SearchSlots(const Problem& problem, int64_t value, int64_t bound, int64_t node_limit) {
+  Slots search(problem, value, bound, node_limit);
   search.Place(0);
   return search.result();
 }

@@ -23,9 +23,7 @@ using Allowed = std::function<Answer(const Items&)>;
 Found SearchRanks(const Numbers& costs, int bins, int least, int most, int64_t value, int64_t bound,
                   int64_t node_limit, const Allowed& allowed);
 
-// Looks for cells whose sum of slot maxima is below `value`, one item after another. `order` are
-// the items by descending cost.
-Found SearchSlots(const Problem& problem, const Items& order, int64_t value, int64_t bound,
-                  int64_t node_limit);
+// Looks for cells whose sum of slot maxima is below `value`, one item after another. Costs descend.
+Found SearchSlots(const Problem& problem, int64_t value, int64_t bound, int64_t node_limit);
 
 }  // namespace sb::balance

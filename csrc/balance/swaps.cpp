@@ -48,12 +48,13 @@ void Insert(Items& items, int32_t item) {
 
 int64_t Improve(const Numbers& costs, Parts& parts, int least, int most, int64_t bound) {
   Numbers sums;
+  // A limit in work, not in time: all ranks must stop at the same point.
+  int64_t work = 1024;
   for (const Items& part : parts) {
     sums.push_back(0);
     for (const int32_t item : part) sums.back() += costs[item];
+    work += 32 * static_cast<int64_t>(part.size());
   }
-  // A limit in work, not in time: all ranks must stop at the same point.
-  int64_t work = 32 * static_cast<int64_t>(costs.size()) + 1024;
   while (work > 0) {
     const int full = Fullest(sums);
     if (sums[full] <= bound) break;

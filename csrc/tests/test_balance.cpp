@@ -9,6 +9,7 @@
 #include "balance/packing.h"
 #include "balance/plan.h"
 #include "balance/search.h"
+#include "balance/slot_fill.h"
 #include "balance/swaps.h"
 #include "tests/expect.h"
 
@@ -140,6 +141,18 @@ void TestDifferencing() {
   EXPECT(few[1] == Items{4} && few[2] == Items{3});
 }
 
+void TestSlotsAreFilled() {
+  // What fits beside the giant is spread over its slot, one item per later cell is kept.
+  Problem p{{100, 9, 8, 7, 6, 5, 4, 3, 2, 1}, Numbers(10, 1), 2, 3, kNoCap, false};
+  EXPECT(FillSlots(p) == (Parts{{0}, {1, 2, 3, 4, 5}, {6}, {7}, {8}, {9}}));
+  EXPECT(FsdpBound(p) == 100 + 2 + 4);
+  // 60 + 40 and 55 + 45 reach 100; the rest is spread over the other slot.
+  p = {{100, 60, 55, 45, 40, 34, 33, 33, 2}, Numbers(9, 1), 3, 2, kNoCap, false};
+  EXPECT(FillSlots(p) == (Parts{{0}, {1, 4}, {2, 3}, {5}, {6, 8}, {7}}));
+  p = {{9, 8, 7, 6, 5, 4, 3, 2, 1}, Numbers(9, 1), 2, 3, kNoCap, false};
+  EXPECT(OneFullSlot(p) == (Parts{{0, 3, 4}, {1, 2}, {5}, {6}, {7}, {8}}));
+}
+
 void TestPacking() {
   // Neither spreading nor best fit finds it; the one way is 7 + 3 + 3 and 5 + 4 + 4.
   const Numbers tokens = {7, 5, 4, 4, 3, 3};
@@ -190,6 +203,7 @@ int main() {
   TestPlansKeepTheirLimits();
   TestBestOfAllPartitions();
   TestDifferencing();
+  TestSlotsAreFilled();
   TestPacking();
   TestHugeCosts();
   TestThreads();

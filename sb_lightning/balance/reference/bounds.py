@@ -46,26 +46,27 @@ def fsdp_bound(problem: Problem) -> int:
 
 
 def _slot_bound(problem: Problem, sums: list[int]) -> int:
-    """Return the largest, over j, of what one cell of each slot holds at least: three disjoint sets of items.
+    """Return the largest, over j, of what one cell of each slot holds at least.
 
-    Take from each slot the cell with most of the j * ranks + 1 largest items; together they hold j + 1 of
-    them. At least accumulate - j - 1 slots hold none of these, or all have one; from a slot without take the
-    cell of its largest item: the a slots where that is smallest hold a * ranks * cell_least items, so it is no
-    smaller than the item of that rank from the end. What else the cells hold at least are the smallest items.
+    The greatest counts of the j * ranks + 1 largest items in a cell of each slot add up to more than j: the
+    fullest cells of some j + 1 slots hold j + 1. From each other slot take the cell of its largest item. The
+    a slots where that is smallest hold a * ranks * cell_least items: it is no smaller than the item of that
+    rank from the end. No item is counted twice; what is missing to accumulate * cell_least is no smaller than
+    the smallest items.
     """
     ranks, accumulate, least = problem.ranks, problem.accumulate, problem.cell_least
     size = len(problem.costs)
-    # Sums of what 0, 1, ... slots without any of the largest hold.
-    plain = [0]
+    # Sums of the largest items of the 0, 1, ... other slots.
+    lowest = [0]
     for a in range(1, accumulate):
         last = size - a * ranks * least
-        plain.append(plain[-1] + sums[last + 1] - sums[last])
+        lowest.append(lowest[-1] + sums[last + 1] - sums[last])
     bound = 0
     for j in range((size - 1) // ranks + 1):
         last = j * ranks + 1
-        without = max(accumulate - j - 1, 0)
-        others = max(accumulate * least - (j + 1) - without, 0)
-        bound = max(bound, sums[last] - sums[last - j - 1] + plain[without] + sums[size] - sums[size - others])
+        rest = max(accumulate - j - 1, 0)
+        others = max(accumulate * least - (j + 1) - rest, 0)
+        bound = max(bound, sums[last] - sums[last - j - 1] + lowest[rest] + sums[size] - sums[size - others])
     return bound
 
 

@@ -96,7 +96,7 @@ def _fsdp_cells(problem: Problem, node_limit: int) -> tuple[Parts, bool]:
             left <= (bound // WELL_ENOUGH if is_large else 0)
             or start == 4
             or (start == 2 and is_large)
-            or (start == 3 and (problem.equal_counts or left <= bound // NOT_WORTH_ONE_SLOT))
+            or (start == 3 and left <= bound // NOT_WORTH_ONE_SLOT)
         ):
             continue
         cells = _cells_from(problem, start)
@@ -108,7 +108,9 @@ def _fsdp_cells(problem: Problem, node_limit: int) -> tuple[Parts, bool]:
             best, best_value = cells, value
     finished = best_value <= bound
     if not finished and _is_searched(problem, node_limit):
-        found, finished = search_slots(problem, best_value, bound, node_limit)
+        # Its steps are dearer than those of the other search, and win less.
+        limit = node_limit if node_limit == UNLIMITED else node_limit // 4
+        found, finished = search_slots(problem, best_value, bound, limit)
         best = found or best
     return best, finished
 

@@ -13,9 +13,10 @@ __all__ = ["fill_slots", "one_full_slot"]
 def fill_slots(problem: Problem) -> Parts | None:
     """Give each giant a slot, filled as far as the giant reaches; spread the rest over the other cells.
 
-    A giant is an item above the mean load per cell of what is left. The room below it costs nothing: items
-    go there, largest first, where the least room remains; one is kept for each cell to come. Without giants,
-    or with equal counts, all items are spread, largest first.
+    A giant is an item above the mean load per cell of what is left. The room below it costs nothing. If all
+    but one small item per cell to come fits there, it is spread over the slot. Else items go, largest first,
+    where the least room remains; again one is kept for each cell to come. Without giants, or with equal
+    counts, all items are spread, largest first.
 
     Args:
         problem: The costs, descending, and limits.
@@ -28,10 +29,17 @@ def fill_slots(problem: Problem) -> Parts | None:
     rest = list(range(len(costs)))
     left = sum(costs)
     while not problem.equal_counts and len(cells) + ranks < problem.num_cells:
-        giant = costs[rest[0]]
-        if giant <= -(-left // (problem.num_cells - len(cells))):
+        giant, bins = costs[rest[0]], problem.num_cells - len(cells)
+        if giant <= -(-left // bins):
             break
-        filled = _fill(problem, rest, giant, problem.num_cells - len(cells))
+        parts = _one_full(problem, rest, bins)
+        if all(
+            sum(costs[item] for item in part) <= giant
+            and (problem.max_tokens == NO_CAP or sum(problem.tokens[i] for i in part) <= problem.max_tokens)
+            for part in parts
+        ):
+            return cells + parts
+        filled = _fill(problem, rest, giant, bins)
         if filled is None:
             return None
         cells += filled
@@ -41,7 +49,7 @@ def fill_slots(problem: Problem) -> Parts | None:
     bins = problem.num_cells - len(cells)
     limits = problem.cell_least, min(problem.cell_most, len(rest))
     parts = largest_first([costs[item] for item in rest], bins, *limits)
-    return [*cells, *([rest[place] for place in part] for part in parts)]
+    return cells + [[rest[place] for place in part] for part in parts]
 
 
 def one_full_slot(problem: Problem) -> Parts:
@@ -50,10 +58,13 @@ def one_full_slot(problem: Problem) -> Parts:
     Args:
         problem: The costs, descending, and limits; without equal counts.
     """
-    size = len(problem.costs)
-    rest = size - problem.num_cells + problem.ranks
-    parts = largest_first(problem.costs[:rest], problem.ranks, 1, rest)
-    return [*parts, *([item] for item in range(rest, size))]
+    return _one_full(problem, list(range(len(problem.costs))), problem.num_cells)
+
+
+def _one_full(problem: Problem, items: list[int], bins: int) -> Parts:
+    many = len(items) - bins + problem.ranks
+    parts = largest_first([problem.costs[item] for item in items[:many]], problem.ranks, 1, many)
+    return [[items[place] for place in part] for part in parts] + [[item] for item in items[many:]]
 
 
 def _fill(problem: Problem, rest: list[int], budget: int, missing: int) -> Parts | None:

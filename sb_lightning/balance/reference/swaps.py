@@ -17,14 +17,14 @@ def improve(costs: list[int], parts: Parts, least: int, most: int, bound: int) -
 
     Args:
         costs: Cost of each item, descending.
-        parts: Items of each bin, ascending; changed in place.
+        parts: Items of each bin, ascending; changed in place. Not all items need be there.
         least: Items that each bin holds at least.
         most: Items that each bin may hold.
         bound: The largest sum is known not to go below this.
     """
     sums = [sum(costs[i] for i in part) for part in parts]
     # A limit in work, not in time: all ranks must stop at the same point.
-    work = 32 * len(costs) + 1024
+    work = 32 * sum(map(len, parts)) + 1024
     while work > 0:
         full = max(range(len(parts)), key=lambda b: (sums[b], -b))
         if sums[full] <= bound:
