@@ -31,7 +31,7 @@ from lightning.pytorch import Callback, Trainer
 
 from sb_lightning._files import write_whole
 from sb_lightning.balance import BalancedDataLoader, Cell, SparsityAwareBatchSampler
-from sb_lightning.callbacks import ImbalanceMonitor
+from sb_lightning.callbacks import ImbalanceMonitor, WindowMeetings
 from sb_lightning.cli.latency import LatencySettings, table_of_run
 from sb_lightning.cli.launch import set_threads
 from sb_lightning.cli.profile import ProfileCLI
@@ -51,8 +51,8 @@ class Arm:
 
     policy: str = "latency"
     objective: str = "ddp"
-    order: str = "long first"
-    """Of the micro-batches: `long first`, `short first`, or `rank 0 short first`."""
+    order: str = "as planned"
+    """Of the micro-batches: `as planned` (longest first), `short first`, or `rank 0 short first`."""
     is_control: bool = False
     meets_often: bool = False
     """Let the ranks meet before every micro-batch, as Lightning does by itself."""
@@ -121,7 +121,11 @@ class Interleaved(SparsityAwareBatchSampler):
             micro_batch=micro_batch,
             target_tokens=plan.cell_target_tokens[row][place],
             window_target_tokens=plan.target_tokens,
+            is_padding=False,
             predicted_ms=plan.predicted_ms[row][place],
+            budgets=None,
+            plan_gap=plan.gap,
+            max_length=None,
         )
 
 
@@ -150,20 +154,16 @@ class SabData(TextDataModule):
         return BalancedDataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=collate_cell)
 
 
-class Meetings(Callback):
-    """What `WindowMeetings` does, but for the arms that keep Lightning's broadcast in every micro-batch."""
+class Meetings(WindowMeetings):
+    """Lets the ranks meet before every micro-batch in the arms that say so, as Lightning does by itself."""
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        loop, sampler = trainer.fit_loop.epoch_loop, trainer.train_dataloader.batch_sampler
-        broadcast: Callable[[], None] = loop._broadcast_sigterm_tensor
-
-        def maybe() -> None:
-            run, micro_batch = divmod(loop.batch_idx + 1, sampler.accumulate)
-            name, _ = sampler.arm_of(min(run, sampler.windows * len(sampler.arms) - 1))
-            if micro_batch == 0 or sampler.arms[name].meets_often:
-                broadcast()
-
-        loop._broadcast_sigterm_tensor = maybe
+    def meets_before(self, trainer: Trainer, micro_batch: int) -> bool:
+        """Return whether the ranks meet."""
+        sampler = trainer.train_dataloader.batch_sampler
+        name, _ = sampler.arm_of(
+            min(micro_batch // sampler.accumulate, sampler.num_batches // sampler.accumulate - 1)
+        )
+        return sampler.arms[name].meets_often or super().meets_before(trainer, micro_batch)
 
 
 class Collected(Callback):

@@ -12,6 +12,7 @@ from sb_lightning._messages import explain
 from sb_lightning.balance import BalancedDataLoader, SparsityAwareBatchSampler, SyncPart, WindowSync
 from sb_lightning.data.position import OnResize, TrainingPosition, check_on_resize, training_loaders
 from sb_lightning.data.trainer import check_accumulation, data_parallel, max_batches
+from sb_lightning.tracking import span
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -73,14 +74,29 @@ class BalancedSampling(Callback):
         self._part: SyncPart | None = None
         self._sync: WindowSync | None = None
         self._step = 0
+        # Added by a data module; the Trainer may be given other data later.
+        self._is_automatic = False
 
     @classmethod
-    def add_to(cls, trainer: Any) -> None:
-        """Add one to a Trainer's callbacks, unless it has one."""
-        if not any(isinstance(callback, cls) for callback in trainer.callbacks):
-            trainer.callbacks.append(cls())
+    def add_to(cls, trainer: Any, on_resize: OnResize) -> None:
+        """Add one to a Trainer's callbacks on behalf of a data module, which keeps the position itself.
 
-    # Joining and leaving.
+        Raises:
+            MisconfigurationException: There is one, and it would replan where the data module would not.
+        """
+        found = next((callback for callback in trainer.callbacks if isinstance(callback, cls)), None)
+        if found is None:
+            found = cls()
+            found._is_automatic = True
+            trainer.callbacks.append(found)
+        elif found.on_resize != "raise" and found.on_resize != on_resize:
+            raise MisconfigurationException(
+                explain(
+                    f"BalancedSampling(on_resize='{found.on_resize}') beside data.on_resize={on_resize}",
+                    "the data module keeps the position, and its setting counts",
+                    "set data.on_resize, and leave BalancedSampling out: the data module adds it",
+                )
+            )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what no sampler could follow.
@@ -137,7 +153,11 @@ class BalancedSampling(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join a loader that was made anew, and tell Lightning how long this epoch is."""
-        self._join(trainer, pl_module)
+        before = self._training
+        if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            self._sync_join(trainer, pl_module)
+        if self._training is not before and self._sync is not None:
+            self._sync.sync_inputs()
         assert self._position is not None
         if self._loader is not None:
             self._position.start_epoch()
@@ -179,8 +199,6 @@ class BalancedSampling(Callback):
             self._loader.take_position()
         self._loader = self._training = None
 
-    # The loader.
-
     def _sync_join(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join on all ranks or on none: nobody waits for one that has refused its sampler."""
         assert self._sync is not None
@@ -194,11 +212,19 @@ class BalancedSampling(Callback):
             raise refused
         for rank, text in enumerate(said):
             if text != FINE:
-                raise RuntimeError(f"Rank {rank} has stopped: {text}")
+                raise RuntimeError(
+                    explain(
+                        f"rank {rank} has refused its sampler ({text})",
+                        "the ranks go on together or not at all",
+                        f"mend what rank {rank} says",
+                    )
+                )
 
     def _join(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = training_loaders(trainer)
         ours = [x for x in found if isinstance(getattr(x, "batch_sampler", None), SparsityAwareBatchSampler)]
+        if not ours and self._is_automatic:
+            return
         if not ours and self.sampler is None:
             raise MisconfigurationException(
                 explain(
@@ -224,6 +250,7 @@ class BalancedSampling(Callback):
             return
         self._check(trainer, pl_module, sampler, is_eager=not isinstance(loader, BalancedDataLoader))
         self._training = sampler
+        sampler.plan_span = partial(span, trainer, "plan")
         if self._loader is not None:
             self._loader.take_position()
         self._loader = None

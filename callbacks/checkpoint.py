@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_info
 
 from sb_lightning._messages import explain
+from sb_lightning.callbacks.window_meetings import WindowMeetings
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -151,7 +152,18 @@ class LastCheckpoint(ModelCheckpoint):
             raise KeyboardInterrupt
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Nothing to write: between two windows it is written already, and elsewhere a window is open."""
+        """Write if `WindowMeetings` has ended the training: all ranks are here, and no window is open.
+
+        Otherwise there is nothing to write: between two windows it is written already, and elsewhere a window
+        is open.
+        """
+        meetings = [c for c in trainer.callbacks if isinstance(c, WindowMeetings)]  # type: ignore[attr-defined]
+        if self._is_training and any(meeting.has_ended for meeting in meetings):
+            self._write(trainer)
+            rank_zero_info(
+                f"Saved window {trainer.global_step} in {self.best_model_path}; go on with --ckpt_path "
+                f"{self.best_model_path}"
+            )
         self._is_safe = self._is_training = False
 
     def _write_alone(self, trainer: Trainer) -> None:

@@ -137,7 +137,7 @@ class ImbalanceMonitor(Callback):
         self._log = None
         self._logged: set[str] = set()
         self._has_warned = False
-        self._plan_gap: Any = None
+        self._plan_gaps: dict[int, float] = {}
 
     @property
     def summary(self) -> dict[str, Any] | None:
@@ -280,7 +280,9 @@ class ImbalanceMonitor(Callback):
         """Note what the micro-batch holds, without waiting for the device."""
         if self._measure is not None:
             self._measure.start(batch, self.lengths, self._budget, trainer.current_epoch)
-            self._plan_gap = batch.get("plan_gap") if isinstance(batch, Mapping) else None
+            if isinstance(batch, Mapping) and "plan_gap" in batch:
+                # By window: on a device one is told about while the next is running.
+                self._plan_gaps[self._measure.num_windows] = float(batch["plan_gap"])
 
     @_costed
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -352,8 +354,9 @@ class ImbalanceMonitor(Callback):
         window = decode_window(gathered.floats, gathered.ints)
         if window is not None:
             metrics = window_metrics(window, self._replicas)
-            if self._plan_gap is not None:
-                metrics["balance/plan_gap"] = float(self._plan_gap)
+            self._plan_gaps = {n: gap for n, gap in self._plan_gaps.items() if n >= window.index}
+            if window.index in self._plan_gaps:
+                metrics["balance/plan_gap"] = self._plan_gaps.pop(window.index)
             self.window = window
             self._run.add(window, metrics)
             if any(window.is_merged) and not self._has_warned:

@@ -27,7 +27,7 @@ class WindowMeetings(Callback):
     window's last backward pass, then wait in every micro-batch, and lose what is uneven in each of them even
     where the window as a whole is balanced. With this callback they ask each other before the first
     micro-batch of each window only. SIGTERM ends the training there, on all ranks, whichever of them has got
-    it, and leaves no half of a window.
+    it, and leaves no half of a window; `LastCheckpoint` then writes a checkpoint.
 
     Without accumulation the ranks meet as often as before, as they do with strategies whose ranks meet in the
     forward pass (FSDP, DeepSpeed ZeRO-3). In a Lightning that has no such broadcast nothing is changed.
@@ -44,10 +44,17 @@ class WindowMeetings(Callback):
         self._undo: list[Callable[[], None]] = []
         # This rank has got SIGTERM, and the others do not know yet.
         self._is_asked_to_end = False
+        self.has_ended = False
+        """SIGTERM has ended the training, on all ranks at one place, between two windows."""
+
+    def meets_before(self, trainer: Trainer, micro_batch: int) -> bool:
+        """Return whether the ranks meet before a micro-batch of the epoch; all ranks must answer alike."""
+        return micro_batch % trainer.accumulate_grad_batches == 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Replace the broadcast of this Trainer's loop, and what SIGTERM does at once."""
         self._leave()
+        self.has_ended = False
         loop: Any = trainer.fit_loop.epoch_loop
         signals: Any = getattr(trainer, "_signal_connector", None)
         known = hasattr(loop, BROADCAST) and hasattr(signals, NOTIFIER)
@@ -64,12 +71,12 @@ class WindowMeetings(Callback):
                 broadcast()
                 return
             # The number, in the epoch, of the micro-batch that is about to begin: equal on all ranks.
-            if loop.batch_progress.current.ready % trainer.accumulate_grad_batches:
+            if not self.meets_before(trainer, loop.batch_progress.current.ready):
                 return
             asked = torch.tensor([int(self._is_asked_to_end)], device=trainer.strategy.root_device)
             dist.all_reduce(asked, op=dist.ReduceOp.MAX)
             if asked.item():
-                signals.received_sigterm = True
+                signals.received_sigterm = self.has_ended = True
                 raise ended
 
         def note_sigterm(signum: int, frame: Any) -> None:

@@ -25,12 +25,14 @@ def process_group(ranks: int | None, rank: int | None) -> tuple[int, int]:
     return ranks, rank
 
 
-def count(name: str, value: Any, *, least: int = 1) -> int:
+def count(name: str, value: Any, *, least: int = 1, most: int = 2**62) -> int:
     """Return a count, or say what is wrong with it."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(explain(f"{name} is {value!r}", "it is a count", f"pass an integer >= {least}"))
     if value < least:
         raise ValueError(explain(f"{name} is {value}", f"it counts from {least}", f"pass {name} >= {least}"))
+    if value > most:
+        raise ValueError(explain(f"{name} is {value}", "it is too large", f"pass {name} <= {most}"))
     return int(value)
 
 

@@ -68,7 +68,7 @@ class BudgetStore:
         # The oldest first; the first one's by_id is complete, that of the others what they changed.
         self._ring = [_Version(number=0)]
         self._trail = ""
-        self._costs: tuple[int, LatencyModel] | None = None
+        self._costs: tuple[int, LatencyModel, LatencyModel] | None = None
         self._cost_model: CostModel | None = None
 
     @property
@@ -196,11 +196,11 @@ class BudgetStore:
         at = self._at(version)
         if at.factors is None:
             return table
-        if self._costs is None or self._costs[0] != at.number:
+        if self._costs is None or self._costs[0] != at.number or self._costs[1] is not table:
             model = self._model(table)
             model.load_state_dict(at.factors)
-            self._costs = (at.number, model.current)  # type: ignore[assignment]
-        return self._costs[1]  # type: ignore[index]
+            self._costs = (at.number, table, model.current)  # type: ignore[assignment]
+        return self._costs[2]  # type: ignore[index]
 
     def collapse(self) -> None:
         """Forget the numbering, not what was learnt: the next window is the first one again."""
@@ -228,7 +228,6 @@ class BudgetStore:
 
         return {
             "version": STATE_VERSION,
-            "rate": self.rate,
             "num_versions": self._num_versions,
             "trail": self._trail,
             "ring": [
@@ -260,7 +259,6 @@ class BudgetStore:
                     "resume with the release that wrote it, or start from the weights only",
                 )
             )
-        self.rate = float(state["rate"])
         self._num_versions = max(self._num_versions, int(state["num_versions"]))
         self._ring = [
             _Version(
@@ -273,12 +271,17 @@ class BudgetStore:
             for entry in state["ring"]
         ]
         self._trail = str(state["trail"])
+        self._cost_model = None
         self._costs = None
 
     @property
     def _has_budgets(self) -> bool:
         newest = self._ring[-1]
         return bool(newest.by_id) or not np.isnan(newest.by_bucket).all()
+
+    def resolve(self, version: int) -> int:
+        """Return the number of the version that answers for this one."""
+        return self._at(version).number
 
     def _note(self, *taken_in: Any) -> None:
         self._trail = hashlib.blake2b(f"{self._trail}{taken_in}".encode(), digest_size=8).hexdigest()
@@ -342,7 +345,7 @@ def _window(
     if not (np.isfinite(budgets_).all() and (budgets_ >= 1).all()):
         raise ValueError(
             explain(
-                f"budgets holds {budgets_[~(budgets_ >= 1)][:1].tolist()}",
+                f"budgets holds {budgets_[~((budgets_ >= 1) & np.isfinite(budgets_))][0]}",
                 "a query attends its own block at least",
                 "pass budgets from 1 up",
             )

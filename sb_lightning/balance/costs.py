@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,22 @@ class SequenceCosts:
         """The model that the table is about; a generic one if it does not say."""
         found = getattr(self.table, "shape", None) or getattr(self.table, "fingerprint", None)
         return found if isinstance(found, ModelShape) else GENERIC_SHAPE
+
+    @property
+    def is_generic(self) -> bool:
+        """Whether that is a model of usual size, because nothing is known of the user's."""
+        return replace(self.shape, block_size=GENERIC_SHAPE.block_size) == GENERIC_SHAPE
+
+    @property
+    def model(self) -> str:
+        """The model and its attention in a few words."""
+        shape = self.shape
+        attention = "full attention"
+        if self.budget is not None and shape.layers:
+            attention = f"budget {self.budget} blocks of {shape.block_size} keys"
+            if shape.dense_layers:
+                attention += f" in {shape.layers} of them"
+        return f"{shape.layers + shape.dense_layers} layers of width {shape.hidden_size}, {attention}"
 
     def digest(self) -> str:
         """Return a short name of what predicts the times: equal where plans will be."""

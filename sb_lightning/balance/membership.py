@@ -56,6 +56,13 @@ class Membership:
         """Windows of an epoch of which nothing is skipped, before ``max_batches``."""
         return -(-self._batches_of(self.num_sequences) // self.accumulate)
 
+    def num_windows(self, epoch: int) -> int:
+        """Return the windows of an epoch that run."""
+        batches = self.num_batches(epoch)
+        if self.max_batches is not None:
+            batches = min(batches, self.max_batches)
+        return -(-batches // self.accumulate)
+
     def members(self, epoch: int, window: int) -> tuple[NDArray[np.int64], int]:
         """Return what runs in a window, and its micro-batches per rank; outside the epoch nothing, and 0.
 

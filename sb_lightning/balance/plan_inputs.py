@@ -11,13 +11,17 @@ import numpy.typing as npt
 
 from sb_lightning._messages import explain
 
-__all__ = ["MOST", "PlanInputs", "check_choice", "check_count", "read_inputs"]
+__all__ = ["MOST", "CannotPack", "PlanInputs", "check_choice", "check_count", "read_inputs"]
 
 Integers = npt.NDArray[np.int64]
 
 MOST = 2**62
 """Sums stay below this, so that the C++ planner never overflows."""
 WEIGHT_BITS = 40
+
+
+class CannotPack(ValueError):
+    """No cells were found that hold a window's items under `max_tokens`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +84,7 @@ def read_inputs(
         # Pad cells repeat an item.
         total = ms.sum() + num_cells * (overhead + ms.max(initial=0.0))
         _check_sum("costs_ms", float(total * 1000.0))
-    _check_sum("tokens", float(sizes.sum(dtype=np.float64)))
+    _check_sum("tokens", float(sizes.sum(dtype=np.float64)) + num_cells * float(sizes.max(initial=0)))
     return PlanInputs(
         costs_us=_whole(ms * 1000.0),
         weights=scaled,
@@ -162,7 +166,7 @@ def _cap(max_tokens: Any, tokens: Integers, num_cells: int) -> int:
     cap = check_count("max_tokens", max_tokens)
     if tokens.size and tokens.max() > cap:
         at = int(np.argmax(tokens > cap))
-        raise ValueError(
+        raise CannotPack(
             explain(
                 f"item {at} has {tokens[at]} tokens and max_tokens is {cap}",
                 "no cell can hold it",
@@ -171,7 +175,7 @@ def _cap(max_tokens: Any, tokens: Integers, num_cells: int) -> int:
         )
     total = int(tokens.sum())
     if total > num_cells * cap:
-        raise ValueError(
+        raise CannotPack(
             explain(
                 f"the window has {total} tokens and {num_cells} cells of max_tokens {cap}",
                 f"the cells hold {num_cells * cap} tokens at most",

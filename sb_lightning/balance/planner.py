@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sb_lightning._messages import explain
 from sb_lightning.balance.engine import lower_bound_us, plan_cells
-from sb_lightning.balance.plan_inputs import PlanInputs, check_choice, check_count, read_inputs
+from sb_lightning.balance.plan_inputs import CannotPack, PlanInputs, check_choice, check_count, read_inputs
 from sb_lightning.balance.policies import (
     OBJECTIVES,
     POLICIES,
@@ -24,7 +24,7 @@ from sb_lightning.balance.policies import (
 from sb_lightning.balance.reference import NO_CAP, pack
 from sb_lightning.balance.window import WindowPlan
 
-__all__ = ["EXACT_ITEMS", "NODE_LIMIT", "plan_window"]
+__all__ = ["EXACT_ITEMS", "NODE_LIMIT", "CannotPack", "plan_window"]
 
 Integers = npt.NDArray[np.int64]
 
@@ -82,7 +82,8 @@ def plan_window(
         exact: Run the branch and bound to its end, however long that takes; for up to 24 items.
 
     Raises:
-        ValueError: An argument is out of range, or no cells under ``max_tokens`` were found.
+        CannotPack: No cells under ``max_tokens`` were found: a ValueError.
+        ValueError: An argument is out of range.
         TypeError: An argument is of the wrong kind.
 
     Example:
@@ -171,8 +172,12 @@ class _Deal:
             self.equal_counts,
             self.node_limit,
         )
+        if len(items) == 0 and policy != "tokens":
+            # So that whether a window can be packed does not depend on what its items cost.
+            items, counts, _ = self.planned("tokens")
+            return items, counts, False
         if len(items) == 0:
-            raise ValueError(
+            raise CannotPack(
                 explain(
                     f"{window.num_items} items of {int(window.tokens.sum())} tokens and max_tokens "
                     f"{window.max_tokens}",

@@ -13,8 +13,11 @@ __all__ = ["RankBatches", "RankDataLoader", "RankIndices"]
 class RankBatches(Protocol):
     """A batch sampler that yields the batches of one rank."""
 
-    ranks: int
     rank: int
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the data set."""
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this rank's batches."""

@@ -19,10 +19,10 @@ from sb_lightning.balance.cell import Cell
 from sb_lightning.balance.costs import SequenceCosts, latency_model
 from sb_lightning.balance.lengths import LengthSource, sequence_lengths
 from sb_lightning.balance.membership import Membership
-from sb_lightning.balance.planner import plan_window
 from sb_lightning.balance.policies import OBJECTIVES, POLICIES, Objective, Policy
 from sb_lightning.balance.rebuild import refuse_rebuild
 from sb_lightning.balance.window import TAILS, Tail, WindowPlan
+from sb_lightning.balance.window_planner import PlannedWindow, WindowPlanner
 from sb_lightning.latency.table import LatencyModel
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ __all__ = ["SparsityAwareBatchSampler"]
 Indices = NDArray[np.int64]
 STATE_VERSION = 1
 NUM_PLAN_DIGESTS = 256
-"""Windows whose plan's digest is kept; workers do not draw further ahead."""
+"""Windows whose plan's digest is kept, or more where workers draw further ahead."""
+LARGEST_SEED = 2**63 - 2**32
+"""The epoch is added to the seed, and the sum has to fit in 64 bits."""
 
 
 class SparsityAwareBatchSampler:
@@ -114,28 +116,28 @@ class SparsityAwareBatchSampler:
         self.lengths = sequence_lengths(lengths, dataset)
         num_sequences = len(self.lengths)
         self.target_tokens = _per_sequence("target_tokens", target_tokens, np.maximum(self.lengths - 1, 0))
+        _check_targets(self.target_tokens, self.lengths)
         self.sequence_ids = _per_sequence("sequence_ids", sequence_ids, np.arange(num_sequences))
         self.has_own_ranks = ranks is not None
         """Whether `ranks` was given; otherwise the loader compares them with those of the process group."""
         found_ranks, found_rank = process_group(ranks, rank)
-        self.ranks = count("ranks", found_ranks)
         self.rank = count("rank", found_rank, least=0)
-        self.accumulate = count("accumulate", accumulate)
-        self.sequences_per_micro_batch = count("sequences_per_micro_batch", sequences_per_micro_batch)
         self.max_tokens = None if max_tokens is None else count("max_tokens", max_tokens)
         self.overflow = choice("overflow", overflow, ("raise", "truncate"))
         self.policy: Policy = choice("policy", policy, POLICIES)
         self.objective: Objective = choice("objective", objective, OBJECTIVES)
-        self.tail: Tail = choice("tail", tail, TAILS)
+        if not isinstance(equal_counts, (bool, np.bool_)):
+            raise TypeError(
+                explain(f"equal_counts is {equal_counts!r}", "it is a switch", "pass True or False")
+            )
         self.equal_counts = bool(equal_counts)
-        self.seed = count("seed", seed, least=0)
         self._membership = Membership(
             num_sequences=num_sequences,
-            ranks=self.ranks,
-            accumulate=self.accumulate,
-            sequences_per_micro_batch=self.sequences_per_micro_batch,
-            tail=self.tail,
-            seed=self.seed,
+            ranks=count("ranks", found_ranks),
+            accumulate=count("accumulate", accumulate),
+            sequences_per_micro_batch=count("sequences_per_micro_batch", sequences_per_micro_batch),
+            tail=choice("tail", tail, TAILS),
+            seed=count("seed", seed, least=0, most=LARGEST_SEED),
             max_batches=None if max_batches is None else count("max_batches", max_batches),
         )
         if latency is None and policy == "latency":
@@ -144,6 +146,14 @@ class SparsityAwareBatchSampler:
                 "generic model. Pass latency=LatencyTable.load(...) (`sb profile` measures one) or "
                 "latency=AnalyticCost(shape).",
                 stacklevel=2,
+            )
+        if not isinstance(store, (BudgetStore, type(None))):
+            raise TypeError(
+                explain(
+                    f"store is a {type(store).__name__}",
+                    "it tells the budgets expected",
+                    "pass a BudgetStore, or None for a new one",
+                )
             )
         self.store = BudgetStore() if store is None else store
         self.costs = SequenceCosts(
@@ -159,8 +169,20 @@ class SparsityAwareBatchSampler:
         self._start = 0
         self._first_epoch = 0
         self._plan_digests: dict[tuple[int, int], str] = {}
-        self._plan: tuple[tuple[Any, ...], tuple[WindowPlan, int | None]] | None = None
+        self._plan: tuple[tuple[Any, ...], PlannedWindow] | None = None
         self._check()
+        self._planner = WindowPlanner(
+            membership=self._membership,
+            lengths=self.lengths,
+            target_tokens=self.target_tokens,
+            sequence_ids=self.sequence_ids,
+            costs=self.costs,
+            policy=self.policy,
+            objective=self.objective,
+            max_tokens=self.max_tokens,
+            truncates=self.overflow == "truncate",
+            equal_counts=self.equal_counts,
+        )
 
     def _check(self) -> None:
         if self.rank >= self.ranks:
@@ -202,6 +224,31 @@ class SparsityAwareBatchSampler:
         return self.tail == "drop"
 
     @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self._membership.ranks
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per rank of a full window."""
+        return self._membership.accumulate
+
+    @property
+    def sequences_per_micro_batch(self) -> int:
+        """Sequences of a cell in a full window, on average."""
+        return self._membership.sequences_per_micro_batch
+
+    @property
+    def tail(self) -> Tail:
+        """What happens to the short last window of an epoch."""
+        return self._membership.tail
+
+    @property
+    def seed(self) -> int:
+        """Seed of the shuffle."""
+        return self._membership.seed
+
+    @property
     def window_size(self) -> int:
         """Sequences of a full window."""
         return self._membership.window_size
@@ -236,7 +283,7 @@ class SparsityAwareBatchSampler:
     @property
     def num_windows(self) -> int:
         """Windows (optimizer steps) of this epoch that run."""
-        return -(-len(self) // self.accumulate)
+        return self._membership.num_windows(self.epoch)
 
     def __len__(self) -> int:
         """Micro-batches per rank of this epoch that run, the same on every rank."""
@@ -244,7 +291,7 @@ class SparsityAwareBatchSampler:
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order is used; Lightning calls this before each."""
-        self.epoch = epoch
+        self.epoch = count("epoch", epoch, least=0)
 
     def start_at(self, micro_batch: int) -> None:
         """Let the next iteration (only that one) begin at this micro-batch of the epoch."""
@@ -276,33 +323,31 @@ class SparsityAwareBatchSampler:
             IndexError: The window is not among those that run.
             ValueError: Its sequences cannot be packed under ``max_tokens``.
         """
-        return self._planned(epoch, window, policy or self.policy, objective or self.objective)[0]
+        return self._planned(epoch, window, policy, objective).plan
 
     def cell(self, window: int, micro_batch: int, rank: int | None = None) -> Cell:
         """Return one cell of this epoch with its data-set indices; rank None is this process."""
         rank = self.rank if rank is None else rank
-        plan, max_length = self._planned(self.epoch, window, self.policy, self.objective)
-        indices = self.members(self.epoch, window)[list(plan.cells[rank][micro_batch])]
-        version = self._version(self.epoch, window)
-        budgets = self.costs.budgets(version, self.sequence_ids[indices], self.lengths[indices])
+        planned = self._planned(self.epoch, window)
+        plan, items = planned.plan, list(planned.plan.cells[rank][micro_batch])
         return Cell(
-            indices.tolist(),
+            planned.members[items].tolist(),
             window=window,
             micro_batch=micro_batch,
             target_tokens=plan.cell_target_tokens[rank][micro_batch],
             window_target_tokens=plan.target_tokens,
             is_padding=plan.is_padding[rank][micro_batch],
             predicted_ms=plan.predicted_ms[rank][micro_batch],
-            budgets=None if self.costs.budget is None else budgets.tolist(),
+            budgets=None if self.costs.budget is None else planned.budgets[items].tolist(),
             plan_gap=plan.gap,
-            max_length=max_length,
+            max_length=planned.max_length,
         )
 
     def plan_digest(self, epoch: int, window: int) -> str:
         """Return a short name of a window's plan, kept from when its cells were drawn: it costs nothing."""
         key = (epoch, window)
         if key not in self._plan_digests:
-            self._note_plan(key, self.plan(epoch, window))
+            self._note_plan(key, self._planned(epoch, window))
         return self._plan_digests[key]
 
     def check_epoch(self) -> None:
@@ -311,14 +356,7 @@ class SparsityAwareBatchSampler:
         Raises:
             ValueError: One cannot.
         """
-        if self.max_tokens is None or self.overflow == "truncate":
-            return
-        for window in range(self.num_windows):
-            members, micro_batches = self._membership.members(self.epoch, window)
-            lengths, cells = self.lengths[members], self.ranks * micro_batches
-            # Each sequence to the emptiest cell cannot exceed this.
-            if int(lengths.sum()) + (cells - 1) * int(lengths.max()) > cells * self.max_tokens:
-                self._planned(self.epoch, window, self.policy, self.objective)
+        self._planner.check_packing(self.epoch)
 
     def explain(self, num_windows: int = 200) -> Explanation:
         """Return what each policy is predicted to give on windows of this epoch; print it to read it.
@@ -349,11 +387,14 @@ class SparsityAwareBatchSampler:
             "policy": self.policy,
             "objective": self.objective,
             "max_tokens": self.max_tokens,
+            "overflow": self.overflow,
             "equal_counts": self.equal_counts,
             "max_batches": self.max_batches,
             "lag": self.lag,
             "epoch": self.epoch,
             "skipped": self.skipped,
+            "first_epoch": self._first_epoch,
+            "store_rate": self.store.rate,
             "store": self.store.digest(),
         }
 
@@ -395,67 +436,27 @@ class SparsityAwareBatchSampler:
         """Return a window's number in the run, by which the store counts its versions; there may be gaps."""
         return (epoch - self._first_epoch) * self._membership.num_full_windows + window
 
-    def _version(self, epoch: int, window: int) -> int:
-        return self.window_number(epoch, window) - self.lag
-
     def _planned(
-        self, epoch: int, window: int, policy: Policy, objective: Objective
-    ) -> tuple[WindowPlan, int | None]:
-        """Return a plan, and the length to which its sequences are cut."""
-        key = (epoch, window, policy, objective)
+        self, epoch: int, window: int, policy: Policy | None = None, objective: Objective | None = None
+    ) -> PlannedWindow:
+        version = self.window_number(epoch, window) - self.lag
+        key = (epoch, window, policy, objective, self.store.resolve(version))
         if self._plan is None or self._plan[0] != key:
             with self.plan_span():
-                self._plan = (key, self._make(*key))
-            if (policy, objective) == (self.policy, self.objective):
-                self._note_plan((epoch, window), self._plan[1][0])
+                self._plan = (key, self._planner.planned(epoch, window, version, policy, objective))
+            if policy is None and objective is None:
+                self._note_plan((epoch, window), self._plan[1])
         return self._plan[1]
 
     def _forget_plans(self) -> None:
         self._plan = None
         self._plan_digests.clear()
 
-    def _note_plan(self, key: tuple[int, int], plan: WindowPlan) -> None:
-        cells = [item for row in plan.cells for cell in row for item in (*cell, -1)]
-        self._plan_digests[key] = digest(np.array(cells, dtype=np.int64))
-        if len(self._plan_digests) > NUM_PLAN_DIGESTS:
+    def _note_plan(self, key: tuple[int, int], planned: PlannedWindow) -> None:
+        self._plan_digests.pop(key, None)
+        self._plan_digests[key] = planned.digest()
+        while len(self._plan_digests) > max(NUM_PLAN_DIGESTS, 2 * self.lag):
             del self._plan_digests[next(iter(self._plan_digests))]
-
-    def _make(
-        self, epoch: int, window: int, policy: Policy, objective: Objective
-    ) -> tuple[WindowPlan, int | None]:
-        members, micro_batches = self._membership.members(epoch, window)
-        if micro_batches == 0:
-            raise IndexError(f"window {window} is outside the {self.num_windows} windows of an epoch")
-        lengths, targets = self.lengths[members], self.target_tokens[members]
-
-        def solve() -> WindowPlan:
-            version = self._version(epoch, window)
-            budgets = self.costs.budgets(version, self.sequence_ids[members], lengths)
-            weights = self.costs.flops(lengths.tolist(), budgets.tolist()) if policy == "flops" else None
-            return plan_window(
-                self.costs.times_ms(version, lengths, budgets),
-                lengths,
-                ranks=self.ranks,
-                accumulate=micro_batches,
-                policy=policy,
-                objective=objective,
-                max_tokens=self.max_tokens,
-                equal_counts=self.equal_counts,
-                cell_overhead_ms=self.costs.overhead_ms,
-                target_tokens=targets,
-                weights=weights,
-            )
-
-        cut = self.max_tokens if self.overflow == "truncate" else None
-        try:
-            return solve(), cut
-        except ValueError:
-            if cut is None:
-                raise
-        # No cell needs to hold more sequences than this, and so many of this length fit.
-        cut = max(cut // -(-len(members) // (self.ranks * micro_batches)), 1)
-        lengths, targets = np.minimum(lengths, cut), np.minimum(targets, cut - 1)
-        return solve(), cut
 
 
 def _per_sequence(name: str, given: Any, default: Indices) -> Indices:
@@ -477,3 +478,17 @@ def _per_sequence(name: str, given: Any, default: Indices) -> Indices:
             )
         )
     return values.astype(np.int64)
+
+
+def _check_targets(target_tokens: Indices, lengths: Indices) -> None:
+    wrong = np.flatnonzero((target_tokens < 0) | (target_tokens > lengths))
+    if len(wrong):
+        first = int(wrong[0])
+        raise ValueError(
+            explain(
+                f"target_tokens of sequence {first} is {int(target_tokens[first])} and its length "
+                f"{int(lengths[first])}",
+                "it counts those of its tokens that are labels",
+                "pass from 0 to as many as the sequence has",
+            )
+        )

@@ -68,6 +68,8 @@ class TrainingCLI(LightningCLI):
         args: Command line; that of this process if None.
     """
 
+    command: str | None = None
+    """What the user has called, where it is another command that understands the keys of `fit`."""
     _flags: Sequence[str] = ()
 
     def __init__(
@@ -97,6 +99,12 @@ class TrainingCLI(LightningCLI):
     def parser_options(self) -> dict[str, Any]:
         """Return the options of the parser and of each command's."""
         return copy.deepcopy(PARSER_OPTIONS)
+
+    def setup_parser(self, *args: Any, **kwargs: Any) -> None:
+        """Build the parsers, under the name of the command that the user has called."""
+        super().setup_parser(*args, **kwargs)
+        if self.command is not None:
+            self._subcommand_parsers["fit"].prog = self.command
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the keys that belong to no class."""
@@ -281,7 +289,11 @@ def run(
             model_class, datamodule_class = model_class or CausalLMModule, datamodule_class or TextDataModule
         TrainingCLI(model_class, datamodule_class, args=list(arguments))
     except SIGTERMException:
-        print("sb: ended by SIGTERM; the last checkpoint is the one to resume from.", file=sys.stderr)
+        print(
+            "sb: ended by SIGTERM. To go on, pass --ckpt_path with the last checkpoint of the run, if it has "
+            "written one.",
+            file=sys.stderr,
+        )
         return 143
     except SystemExit as stop:
         # --help, --print_config, a wrong option, and Lightning's end after Ctrl-C.

@@ -38,7 +38,6 @@ from sb_lightning.data.settings import check_evaluated_settings, check_settings
 from sb_lightning.data.tokenizer import TextTokenizer, check_spec, load_tokenizer
 from sb_lightning.data.trainer import check_trainer, data_parallel, max_batches, sync_data_check
 from sb_lightning.latency import AnalyticCost, LatencyModel
-from sb_lightning.tracking import span
 
 __all__ = ["TextDataModule"]
 
@@ -75,8 +74,8 @@ class TextDataModule(LightningDataModule):
         tail: What happens to the short last window of an epoch: ``drop`` leaves it out, ``pad`` fills missing
             places with micro-batches that do not count, ``partial`` runs fewer micro-batches (some of two
             sequences where ``sequences_per_micro_batch`` is 1).
-        on_resize: What happens when a run is resumed with another number of ranks or of micro-batches per step:
-            ``raise``, or ``replan`` what is left of the epoch.
+        on_resize: What happens when a run is resumed with another number of ranks or of micro-batches per
+            step: ``raise``, or ``replan`` what is left of the epoch.
         num_workers: Processes that prepare micro-batches ahead; 0 prepares them in the training process.
 
     Attributes:
@@ -148,7 +147,11 @@ class TextDataModule(LightningDataModule):
         self.allow_zero_length_dataloader_with_multiple_devices = True
         # Bad arguments of the sampler are found here, not after tokenizing.
         SparsityAwareBatchSampler(
-            [2], latency=AnalyticCost(GENERIC_SHAPE), **self._plan_options(), ranks=1, rank=0
+            [1] * sequences_per_micro_batch,
+            latency=AnalyticCost(GENERIC_SHAPE),
+            **self._plan_options(),
+            ranks=1,
+            rank=0,
         )
 
     def prepare_data(self) -> None:
@@ -181,7 +184,7 @@ class TextDataModule(LightningDataModule):
             # Compares the plans of the ranks; the position stays here.
             from sb_lightning.callbacks import BalancedSampling
 
-            BalancedSampling.add_to(self.trainer)
+            BalancedSampling.add_to(self.trainer, self.on_resize)
 
     def train_dataloader(self) -> BalancedDataLoader:
         """Return the loader of this rank's training micro-batches."""
@@ -190,8 +193,9 @@ class TextDataModule(LightningDataModule):
         ranks, rank = data_parallel(trainer)
         accumulate = 1 if trainer is None else trainer.accumulate_grad_batches
         module = None if trainer is None else trainer.lightning_module
-        if self.latency is None:
-            self.latency = analytic_cost(module, vocab_size=self.vocab_size, max_length=self.max_length)
+        latency = self.latency
+        if latency is None:
+            latency = analytic_cost(module, vocab_size=self.vocab_size, max_length=self.max_length)
         build = partial(
             SparsityAwareBatchSampler,
             data.lengths,
@@ -199,7 +203,7 @@ class TextDataModule(LightningDataModule):
             ranks=ranks,
             rank=rank,
             accumulate=accumulate,
-            latency=self.latency,
+            latency=latency,
             budget=model_budget(module),
             sequence_ids=data.sequence_ids,
             **self._plan_options(),
@@ -213,11 +217,10 @@ class TextDataModule(LightningDataModule):
             )
         if self.policy == "latency" and not self._has_told:
             self._has_told = True
-            rank_zero_info(f"Micro-batches are balanced by predicted times: {self.latency.label}.")
+            rank_zero_info(f"Micro-batches are balanced by predicted times: {latency.label}.")
         if trainer is None:
             return BalancedDataLoader(data, batch_sampler=sampler, **self._loader_options())
         sampler = build(max_batches=max_batches(sampler.num_batches, trainer.limit_train_batches))
-        sampler.plan_span = partial(span, trainer, "plan")
         begin = None
         if self._position is not None:
             self._position.attach(sampler)

@@ -72,16 +72,14 @@ def collate_cell(samples: CellSamples | Sequence[CellSamples]) -> MicroBatch:
     cell = samples.cell
     is_padding = isinstance(cell, Cell) and cell.is_padding
     batch = pack_sequences(samples.sequences, samples.sequence_ids, is_padding=is_padding)
-    if isinstance(cell, Cell) and cell.window >= 0:
+    if isinstance(cell, Cell) and hasattr(cell, "window"):
         batch["window"] = cell.window
         batch["micro_batch"] = cell.micro_batch
         batch["window_target_tokens"] = cell.window_target_tokens
-        if cell.predicted_ms is not None:
-            batch["predicted_ms"] = cell.predicted_ms
+        batch["predicted_ms"] = cell.predicted_ms
+        batch["plan_gap"] = cell.plan_gap
         if cell.budgets is not None:
             batch["budget"] = sum(cell.budgets) / len(cell.budgets)
-        if cell.plan_gap is not None:
-            batch["plan_gap"] = cell.plan_gap
     return batch
 
 
@@ -121,7 +119,7 @@ class EvaluationBatchSampler:
         """Yield this rank's micro-batches."""
         for b in range(self._num_batches):
             items = self._mine[b * self.batch_size : (b + 1) * self.batch_size]
-            yield Cell(items or [self._shortest], window=-1, is_padding=not items)
+            yield Cell(items or [self._shortest], is_padding=not items)
 
 
 class RankSampler(DistributedSampler[int]):

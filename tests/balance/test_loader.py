@@ -172,7 +172,7 @@ def sampler_from_before():
     """A sampler that was made when the ranks were not known yet."""
     sampler = make_sampler()
     assert not sampler.has_own_ranks
-    sampler.ranks, sampler.rank = 1, 0
+    sampler._membership.ranks, sampler.rank = 1, 0
     with pytest.raises(
         RuntimeError, match=r"made for rank 0 of 1, and this is rank \d of 2.*train_dataloader"
     ):

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from sb_lightning.callbacks import ImbalanceMonitor, WindowMeetings
+from sb_lightning.callbacks import ImbalanceMonitor, LastCheckpoint, WindowMeetings
 
 BROADCAST = "_broadcast_sigterm_tensor"
 
@@ -44,7 +44,7 @@ def fit(*, accumulate=3, batches=7, callbacks=(), sigterm_at=None, sigterm_on=0,
         max_epochs=epochs,
         callbacks=list(callbacks),
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=any(isinstance(callback, LastCheckpoint) for callback in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
@@ -105,13 +105,16 @@ def test_what_it_leaves_out(gloo_pool):
         assert run["events"] == 2 * [event for i in range(7) for event in ("meets", i)]
 
 
-def ended(rank):
-    return fit(callbacks=[WindowMeetings()], sigterm_at=4, sigterm_on=rank)
+def ended(rank, folder):
+    callbacks = [LastCheckpoint(dirpath=folder), WindowMeetings()]
+    return fit(callbacks=callbacks, sigterm_at=4, sigterm_on=rank)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_to_one_rank_ends_all_at_the_start_of_a_window(gloo_pool, rank):
-    for run in gloo_pool.run(ended, rank):
+def test_sigterm_to_one_rank_ends_all_at_the_start_of_a_window(gloo_pool, rank, tmp_path):
+    runs = gloo_pool.run(ended, rank, tmp_path)
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["global_step"] == 2
+    for run in runs:
         assert run["stopped"] in ("SIGTERMException", "SystemExit")
         assert run["events"][: len(EPOCH) - 1] == EPOCH[:-1]
         assert 6 not in run["events"]

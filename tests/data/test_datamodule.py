@@ -280,3 +280,49 @@ def test_gradient_of_a_window_is_that_of_one_batch(folder):
         whole["sequence_ids"].tolist()
     )
     torch.testing.assert_close(model.embedding.weight.grad, want)
+
+
+@pytest.mark.parametrize("tail", ["drop", "pad", "partial"])
+def test_several_sequences_per_micro_batch(folder, tail):
+    data = ready(folder, tail=tail, sequences_per_micro_batch=3, max_tokens=10_000)
+    sizes = [len(batch["sequence_ids"]) for batch in data.train_dataloader()]
+    assert sum(sizes) == len(data.train_dataset) - (len(data.train_dataset) % 3 if tail == "drop" else 0)
+
+
+def test_counted_costs_are_those_of_the_model_at_hand(folder):
+    from sb_lightning.training import CausalLMModule
+
+    data = data_module(folder)
+    found = []
+    for layers in (1, 4):
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 1}
+        model = CausalLMModule(
+            architecture={
+                "model_type": "qwen2",
+                "num_hidden_layers": layers,
+                "num_key_value_heads": 1,
+                **sizes,
+            }
+        )
+        trainer = make_trainer(folder, max_steps=1)
+        trainer.fit(model, data)
+        found.append(trainer.train_dataloader.batch_sampler.costs.shape.layers)
+    assert found == [1, 4]
+    assert data.latency is None
+
+
+def test_another_training_with_other_data_needs_no_balanced_sampler(folder):
+    trainer = make_trainer(folder, max_epochs=1)
+    module = TinyModule()
+    trainer.fit(module, data_module(folder))
+    data = data_module(folder)
+    data.prepare_data()
+    data.setup()
+    plain = torch.utils.data.DataLoader(
+        data.train_dataset, batch_size=1, collate_fn=data.val_dataloader().collate_fn
+    )
+    trainer.fit_loop.max_epochs = 2
+    module.loss_scale = 1
+    module.training_step = lambda batch, batch_idx: module.loss(batch)
+    trainer.fit(module, plain)
+    assert trainer.current_epoch == 2
