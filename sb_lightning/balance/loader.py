@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.data import default_collate
 
 from sb_lightning._messages import explain
 from sb_lightning.balance.arguments import digest
+from sb_lightning.balance.batch_place import CellDataset, with_place
 from sb_lightning.balance.rank_loader import RankDataLoader
 from sb_lightning.balance.sampler import SparsityAwareBatchSampler
 
@@ -41,6 +43,9 @@ class BalancedDataLoader(RankDataLoader):
         batch_sampler: The sampler; required.
         begin: Called when an iteration really begins; returns the micro-batch of the epoch to start at.
             Whoever passes it owns the position, and this loader's own state is then empty.
+        add_plan: Add to each batch, which must be a dict, its place in the plan: ``window``, ``micro_batch``,
+            ``target_tokens``, ``window_target_tokens``, ``is_padding``, ``predicted_ms``, ``plan_gap``, and
+            ``budget`` where there is one. The loss needs the second pair, ``ImbalanceMonitor`` the rest.
         **kwargs: As for ``torch.utils.data.DataLoader``.
 
     Raises:
@@ -53,6 +58,7 @@ class BalancedDataLoader(RankDataLoader):
         *args: Any,
         batch_sampler: SparsityAwareBatchSampler,
         begin: Callable[[], int] | None = None,
+        add_plan: bool = False,
         **kwargs: Any,
     ) -> None:
         if not isinstance(batch_sampler, SparsityAwareBatchSampler):
@@ -63,6 +69,9 @@ class BalancedDataLoader(RankDataLoader):
                     "pass batch_sampler=SparsityAwareBatchSampler(...), or use torch.utils.data.DataLoader",
                 )
             )
+        if add_plan:
+            kwargs["collate_fn"] = with_place(kwargs.get("collate_fn") or default_collate)
+            dataset = CellDataset(dataset)
         super().__init__(dataset, *args, batch_sampler=batch_sampler, **kwargs)
         self._begin = begin
         self._resume: dict[str, Any] | None = None

@@ -11,6 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset, DistributedSampler
 
 from sb_lightning.balance import Cell
+from sb_lightning.balance.batch_place import place_of
 from sb_lightning.data.collator import MicroBatch, pack_sequences
 from sb_lightning.data.index import TokenIndex
 
@@ -73,13 +74,7 @@ def collate_cell(samples: CellSamples | Sequence[CellSamples]) -> MicroBatch:
     is_padding = isinstance(cell, Cell) and cell.is_padding
     batch = pack_sequences(samples.sequences, samples.sequence_ids, is_padding=is_padding)
     if isinstance(cell, Cell) and hasattr(cell, "window"):
-        batch["window"] = cell.window
-        batch["micro_batch"] = cell.micro_batch
-        batch["window_target_tokens"] = cell.window_target_tokens
-        batch["predicted_ms"] = cell.predicted_ms
-        batch["plan_gap"] = cell.plan_gap
-        if cell.budgets is not None:
-            batch["budget"] = sum(cell.budgets) / len(cell.budgets)
+        batch.update(place_of(cell))
     return batch
 
 

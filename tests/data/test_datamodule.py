@@ -17,7 +17,7 @@ from sb_lightning.data.dataset import EvaluationBatchSampler, in_validation
 
 TRAIN_KEYS = {
     "input_ids", "position_ids", "labels", "cu_seqlens", "max_seqlen", "sequence_ids", "target_tokens",
-    "window", "micro_batch", "window_target_tokens", "predicted_ms", "plan_gap",
+    "window", "micro_batch", "window_target_tokens", "predicted_ms", "plan_gap", "is_padding",
 }  # fmt: skip
 
 
@@ -56,6 +56,7 @@ def test_alone(folder):
         "window_target_tokens",
         "predicted_ms",
         "plan_gap",
+        "is_padding",
     }
     assert [b["sequence_ids"].item() for b in data.predict_dataloader()] == held_out
     assert len(list(data.test_dataloader())) == len(held_out)
