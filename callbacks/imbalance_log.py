@@ -41,7 +41,8 @@ def log_metrics(trainer: Trainer, metrics: Mapping[str, float], *, since: int, a
     tensors = dict(zip(metrics, values, strict=True))
     trainer.callback_metrics.update(tensors)
     trainer.logged_metrics.update(tensors)
-    trainer.progress_bar_metrics[SHOWN_IN_BAR] = metrics[SHOWN_IN_BAR]
+    if SHOWN_IN_BAR in metrics:
+        trainer.progress_bar_metrics[SHOWN_IN_BAR] = metrics[SHOWN_IN_BAR]
     step, every = logged_step(trainer), trainer.log_every_n_steps  # type: ignore[attr-defined]
     is_due = every > 0 and ((step + 1) // every > since // every or trainer.should_stop)
     logs = always or is_due or bool(getattr(trainer, "fast_dev_run", False))

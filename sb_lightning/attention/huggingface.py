@@ -21,12 +21,25 @@ from transformers.masking_utils import sdpa_mask
 
 from sb_lightning._messages import explain
 from sb_lightning.attention.bounds import bounds_of_batch
-from sb_lightning.attention.checks import SUPPORTED_HEAD_DIMS, check_block_size, check_budget
+from sb_lightning.attention.checks import check_block_size, check_budget
 from sb_lightning.attention.functional import moba_attention
+from sb_lightning.attention.obstacles import refuse_unsupported
+from sb_lightning.attention.tuned import tuned_budget
+from sb_lightning.tuning.target import SparseTarget
 
-__all__ = ["IMPLEMENTATION", "SparseSettings", "sparse_settings", "sparsify"]
+__all__ = [
+    "IMPLEMENTATION",
+    "TUNER",
+    "SequenceBoundsHook",
+    "SparseSettings",
+    "sparse_bases",
+    "sparse_settings",
+    "sparsify",
+]
 
 IMPLEMENTATION = "sb_moba"
+TUNER = "sb_tuner"
+"""Attribute of a base model with what gives each of its training forwards a `SparseTarget`."""
 # Arguments of other models' attention functions that change the scores in ways MoBA does not define.
 SCORE_MODIFIERS = ("softcap", "s_aux", "position_bias", "sliding_window")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -109,7 +122,7 @@ def sparsify(
             )
         )
     for layer in layers:
-        _refuse_unsupported(base, layer)
+        refuse_unsupported(base, layer)
 
     AttentionInterface.register(IMPLEMENTATION, _attention_forward)
     AttentionMaskInterface.register(IMPLEMENTATION, _attention_mask)
@@ -118,7 +131,7 @@ def sparsify(
         layer.sb_settings = settings  # type: ignore[assignment]
     if not hasattr(base, "sb_settings"):
         names = tuple(inspect.signature(base.forward).parameters)
-        base.register_forward_pre_hook(_SequenceBoundsHook(names), with_kwargs=True)
+        base.register_forward_pre_hook(SequenceBoundsHook(names), with_kwargs=True)
     base.sb_settings = settings
     return model
 
@@ -132,8 +145,17 @@ def sparse_settings(model: nn.Module) -> SparseSettings | None:
     return None
 
 
-class _SequenceBoundsHook:
-    """Adds `cu_seqlens` and `max_seqlen` to the keyword arguments of the base model's forward."""
+def sparse_bases(model: nn.Module) -> list[PreTrainedModel]:
+    """Return the base models in a module that `sparsify` has made sparse."""
+    return [m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "sb_settings")]
+
+
+class SequenceBoundsHook:
+    """Adds `cu_seqlens`, `max_seqlen` and what tunes budgets to the arguments of the base model's forward.
+
+    Args:
+        names: The positional arguments of that forward.
+    """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -141,6 +163,7 @@ class _SequenceBoundsHook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a forward with what its layers need to know."""
         if module.config._attn_implementation != IMPLEMENTATION:  # type: ignore[union-attr]
             # Switched back to another one since.
             return args, kwargs
@@ -167,6 +190,12 @@ class _SequenceBoundsHook:
             )
         kwargs["cu_seqlens"] = cu_seqlens.to(torch.int32)
         kwargs["max_seqlen"] = int(max_seqlen) if isinstance(max_seqlen, Tensor) else max_seqlen
+        # A compiled base model is given its target from outside: making one is no part of a graph.
+        tuner = None if torch.compiler.is_compiling() else getattr(module, TUNER, None)
+        if tuner is not None and cache is None and "sb_target" not in kwargs:
+            target = tuner.target(module, kwargs["cu_seqlens"], given.get("attention_mask"))
+            if target is not None:
+                kwargs["sb_target"] = target
         return args, kwargs
 
 
@@ -201,6 +230,7 @@ def _attention_forward(
     dropout: float = 0.0,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    sb_target: SparseTarget | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     settings = getattr(module, "sb_settings", None)
@@ -235,16 +265,33 @@ def _attention_forward(
             )
         )
     rows, heads, columns, dim = query.shape
-    budget = settings.budget_of(module.layer_idx, max_seqlen)  # type: ignore[arg-type]
+    q = query.transpose(1, 2).reshape(rows * columns, heads, dim)
+    k = key.transpose(1, 2).reshape(rows * columns, key.shape[1], key.shape[3])
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    budget: int | Tensor = settings.budget_of(layer, max_seqlen)
+    max_budget: int | None = budget  # type: ignore[assignment]
+    if sb_target is not None and layer not in settings.dense_layers:
+        budget = tuned_budget(
+            sb_target,
+            layer,
+            q,
+            k,
+            cu_seqlens,
+            block_size=settings.block_size,
+            max_seqlen=max_seqlen,
+            backend=settings.backend,
+        )
+        # Read from the budgets where that waits for nothing new: it sizes the selection.
+        max_budget = sb_target.cost_us.shape[1] if torch.compiler.is_compiling() else None
     packed = moba_attention(
-        query.transpose(1, 2).reshape(rows * columns, heads, dim),
-        key.transpose(1, 2).reshape(rows * columns, key.shape[1], key.shape[3]),
+        q,
+        k,
         value.transpose(1, 2).reshape(rows * columns, value.shape[1], value.shape[3]),
         cu_seqlens,
         budget,
         block_size=settings.block_size,
         max_seqlen=max_seqlen,
-        max_budget=budget,
+        max_budget=max_budget,
         scale=scaling,
         backend=settings.backend,
     )
@@ -270,38 +317,3 @@ def _base_model(model: nn.Module) -> tuple[PreTrainedModel, list[nn.Module]]:
             )
         )
     return holding[-1], layers
-
-
-def _refuse_unsupported(base: PreTrainedModel, layer: nn.Module) -> None:
-    for what, change in _obstacles(base.config.get_text_config(), layer):
-        raise ValueError(
-            explain(f"{type(base).__name__} has {what}", "MoBA attention does not define it", change)
-        )
-
-
-def _obstacles(config: Any, layer: nn.Module) -> list[tuple[str, str]]:
-    """Return what keeps a layer from MoBA, each with what to change."""
-    obstacles = []
-    types = set(getattr(config, "layer_types", None) or ())
-    window = getattr(layer, "sliding_window", None)
-    if window is None and not types:
-        window = getattr(config, "sliding_window", None)
-    if window is not None:
-        obstacles.append((f"a sliding window (sliding_window={window})", "set sliding_window=None"))
-    if patterns := sorted(types - {"full_attention"}):
-        obstacles.append((f"layers of type {patterns}", "use a model with full attention in all layers"))
-    if dropout := getattr(config, "attention_dropout", 0.0):
-        obstacles.append((f"attention_dropout={dropout}", "set attention_dropout=0.0 in its configuration"))
-    if getattr(layer, "sinks", None) is not None:
-        obstacles.append(("attention sinks", "use a model without them"))
-    if cap := getattr(config, "attn_logit_softcapping", None):
-        obstacles.append((f"capped scores (attn_logit_softcapping={cap})", "set attn_logit_softcapping=None"))
-    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
-        obstacles.append(("an additive attention bias (ALiBi)", "use a model with rotary positions"))
-    if getattr(layer, "is_causal", True) is False:
-        obstacles.append(("attention that is not causal", "use a decoder-only model"))
-    dim = getattr(layer, "head_dim", None)
-    if dim is not None and dim not in SUPPORTED_HEAD_DIMS:
-        choices = f"choose hidden_size / num_attention_heads from {SUPPORTED_HEAD_DIMS}"
-        obstacles.append((f"head_dim={dim}, which no kernel is built for", choices))
-    return obstacles

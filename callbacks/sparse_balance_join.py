@@ -1,0 +1,122 @@
+"""What `SparseBalanceCallback` finds in a run: sparse models, the sampler, the latency table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
+
+from sb_lightning._messages import explain
+from sb_lightning.attention.huggingface import sparse_bases
+from sb_lightning.balance import SparsityAwareBatchSampler
+from sb_lightning.balance.costs import latency_model
+from sb_lightning.data.position import training_loaders
+from sb_lightning.data.trainer import data_parallel
+from sb_lightning.latency.analytic import AnalyticCost
+from sb_lightning.latency.table import LatencyModel
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+__all__ = ["find_bases", "find_sampler", "find_table"]
+
+
+def find_bases(pl_module: LightningModule) -> list[Any]:
+    """Return the sparse base models of a module.
+
+    Raises:
+        MisconfigurationException: There is none, or they differ.
+    """
+    bases = sparse_bases(pl_module)
+    if not bases:
+        raise MisconfigurationException(
+            explain(
+                f"{type(pl_module).__name__} holds no model with sparse attention",
+                "SparseBalanceCallback tunes the budget of MoBA attention, and dense attention has none",
+                "call sb_lightning.attention.sparsify(model, block_size=..., budget=...) where the model is "
+                "made, set model.attention in the configuration, or remove the callback",
+            )
+        )
+    found = {(base.sb_settings.block_size, base.sb_settings.budget) for base in bases}
+    if len(found) > 1:
+        raise MisconfigurationException(
+            explain(
+                f"{type(pl_module).__name__} holds sparse models of different (block_size, budget): "
+                + ", ".join(map(str, sorted(found))),
+                "one table of times and one budget k0 serve all forwards",
+                "call sparsify() with the same block_size and budget for all of them",
+            )
+        )
+    return bases
+
+
+def find_sampler(trainer: Trainer, pl_module: LightningModule) -> SparsityAwareBatchSampler | None:
+    """Return the sampler that plans the windows of a training, if one does.
+
+    Raises:
+        MisconfigurationException: Its windows are not the Trainer's.
+    """
+    named = [getattr(callback, "sampler", None) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    shown = [getattr(loader, "batch_sampler", None) for loader in training_loaders(trainer)]
+    for sampler in [*shown, *named]:
+        if not isinstance(sampler, SparsityAwareBatchSampler):
+            continue
+        ranks, rank = data_parallel(trainer)
+        accumulate = trainer.accumulate_grad_batches
+        if (sampler.ranks, sampler.rank) != (ranks, rank):
+            raise MisconfigurationException(
+                explain(
+                    f"the SparsityAwareBatchSampler was made for rank {sampler.rank} of {sampler.ranks}, and "
+                    f"this is data-parallel rank {rank} of {ranks}",
+                    "its plan is another rank's",
+                    f"make it in train_dataloader(), where the ranks are known, or pass ranks={ranks} and "
+                    "rank= to it",
+                )
+            )
+        if pl_module.automatic_optimization and sampler.accumulate != accumulate:
+            raise MisconfigurationException(
+                explain(
+                    f"SparsityAwareBatchSampler(accumulate={sampler.accumulate}) and "
+                    f"Trainer(accumulate_grad_batches={accumulate})",
+                    "a planned window would not be one optimizer step",
+                    f"pass accumulate={accumulate} to the sampler, or change accumulate_grad_batches",
+                )
+            )
+        return sampler
+    return None
+
+
+def find_table(
+    given: LatencyModel | str | Path | None, sampler: SparsityAwareBatchSampler | None, base: Any
+) -> LatencyModel:
+    """Return what predicts times: what is given, the sampler's table, or counted operations of the model.
+
+    Raises:
+        ValueError: There is no such file, or the table is of another block size.
+    """
+    block_size = int(base.sb_settings.block_size)
+    if given is not None:
+        table = latency_model(given)
+        if table.block_size != block_size:
+            raise ValueError(
+                explain(
+                    f"table has block_size {table.block_size}, and the model's attention {block_size}",
+                    "a budget counts blocks, so its times would be those of other budgets",
+                    "measure a table for this model with `sb profile`, or call sparsify() with the table's "
+                    "block_size",
+                )
+            )
+        return table
+    if sampler is not None and sampler.costs.table.block_size == block_size:
+        return sampler.costs.table
+    rank_zero_warn(
+        "SparseBalanceCallback got no latency table"
+        + (" that fits the model" if sampler is not None else "")
+        + ": it goes by counted operations, which say less about the time of a step. Pass "
+        "table='table.json'; `sb profile` measures one."
+    )
+    return AnalyticCost.from_config(
+        base.config.get_text_config(), block_size=block_size, dense_layers=base.sb_settings.dense_layers
+    )
