@@ -12,7 +12,7 @@ SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h') setup.py pyproject.to
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help quickstart test check format cpp-test sanitize doctor clean
+.PHONY: help quickstart test check format cpp-test sanitize lab lab-mutations cuda-compile doctor clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -37,6 +37,19 @@ sanitize: $(VENV)/.dev  ## the C++ unit tests under AddressSanitizer, UBSan and 
 	  && cmake --build $$folder >>$$folder.log 2>&1 || { cat $$folder.log; exit 1; }; \
 	  $$fixed ctest --test-dir $$folder --output-on-failure || exit 1; \
 	done
+
+lab: $(VENV)/.dev  ## the CUDA kernels on the emulator: all schedules and sanitizers (some 4 minutes)
+	@PATH="$(abspath $(BIN)):$$PATH"; mkdir -p build; \
+	cmake -S . -B build/lab -G Ninja -DCMAKE_BUILD_TYPE=Release -DSB_LAB=ON >build/lab.log 2>&1 \
+	  && cmake --build build/lab --target lab >>build/lab.log 2>&1 || { cat build/lab.log; exit 1; }; \
+	ctest --test-dir build/lab -R '^(emulator|cuda_kernels)_' -j 2 --output-on-failure
+	SB_LAB=1 $(BIN)/python -m pytest -q tests/cuda
+
+lab-mutations: $(VENV)/.dev  ## plant known bugs in the CUDA kernels: each must be caught
+	$(BIN)/python tests/cuda/mutations.py
+
+cuda-compile: $(VENV)/.dev  ## compile the CUDA kernels for all architectures; spills are errors
+	$(BIN)/python benchmarks/cuda_kernels.py
 
 check: $(VENV)/.dev  ## ruff, mypy, clang-format
 	$(BIN)/ruff format --check .

@@ -2,13 +2,16 @@
 
 `_attention` holds to Python's and torch's stable interfaces; `_core` is pybind11 and needs no torch, but one
 build for each Python. Environment: `SB_BUILD_EXT=0` installs pure Python, where only the reference backend
-works and the latency table is slow; `CXX` names the compiler.
+works and the latency table is slow; `CXX` names the compiler. `SB_BUILD_CUDA` says whether the CUDA kernels
+are built into `_attention`: `auto` (where torch itself has CUDA and nvcc is there), `0`, or `1` (always, on a
+torch without CUDA too, where they are compiled, linked and imported but cannot run); `NVCC` names nvcc.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -86,6 +89,88 @@ def isa_objects(out: Path) -> list[str]:
         return list(pool.map(compile_one, ISA_FLAGS))
 
 
+# sm_86 and sm_89 run the code for sm_80; the PTX is compiled by the driver of a later GPU.
+CUDA_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-Icsrc",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90,code=sm_90",
+    "-gencode=arch=compute_90,code=compute_90",
+]
+
+
+def nvcc_to_use() -> str | None:
+    """Return nvcc's path where the CUDA kernels are to be built, else None; stop where they cannot be."""
+    wanted = os.environ.get("SB_BUILD_CUDA", "auto")
+    if wanted not in ("auto", "0", "1"):
+        raise SystemExit(
+            message(
+                f"SB_BUILD_CUDA is '{wanted}'",
+                "it says whether the CUDA kernels are built",
+                "set it to auto, 0 or 1, or unset it",
+            )
+        )
+    import torch
+
+    torch_cuda = torch.version.cuda
+    if wanted == "0" or (wanted == "auto" and torch_cuda is None):
+        return None
+    nvcc = shutil.which(os.environ.get("NVCC", "nvcc"))
+    if nvcc is None:
+        text = message(
+            "nvcc is not on PATH",
+            "it compiles the CUDA kernels",
+            "install the CUDA toolkit or point NVCC at its compiler; SB_BUILD_CUDA=0 builds without them",
+        )
+        if wanted == "1":
+            raise SystemExit(text)
+        print(text, file=sys.stderr)
+        return None
+    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"release ([0-9]+)\.([0-9]+)", told)
+    release = ".".join(found.groups()) if found else "unknown"
+    if torch_cuda is not None and torch_cuda.split(".")[0] != release.split(".")[0]:
+        raise SystemExit(
+            message(
+                f"nvcc is of CUDA {release} and torch {torch.__version__} was built with CUDA {torch_cuda}",
+                "kernels of another major version may not run on the driver that torch needs",
+                f"install the toolkit of CUDA {torch_cuda.split('.')[0]} and point NVCC at its nvcc, or "
+                "build without CUDA kernels: SB_BUILD_CUDA=0",
+            )
+        )
+    return nvcc
+
+
+def cuda_objects(nvcc: str, out: Path) -> list[str]:
+    """Compile the CUDA kernels and return the object files."""
+    out.mkdir(parents=True, exist_ok=True)
+    folder = ATTENTION / "cuda"
+    newest = max(
+        path.stat().st_mtime
+        for path in [*ATTENTION.rglob("*.h"), *folder.glob("*.cuh"), *folder.glob("*.cu"), Path("setup.py")]
+    )
+
+    def compile_one(source: Path) -> str:
+        target = out / f"{source.stem}.o"
+        if not target.exists() or target.stat().st_mtime < newest:
+            part = target.with_suffix(f".{os.getpid()}.tmp")
+            subprocess.run([nvcc, *CUDA_FLAGS, "-c", str(source), "-o", str(part)], check=True)
+            part.replace(target)
+        return str(target)
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return list(pool.map(compile_one, sorted(folder.glob("*.cu"))))
+
+
+def cuda_libraries(nvcc: str) -> list[str]:
+    """Return the folders that hold the static CUDA runtime: what nvcc itself would link with."""
+    plan = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
+    told = subprocess.run(plan, capture_output=True, text=True).stderr
+    return [str(Path(folder).resolve()) for folder in re.findall(r'"-L([^"]+)"', told)]
+
+
 def extension_and_command() -> tuple[list, type]:
     """Return the extension modules and the command that builds them."""
     try:
@@ -130,6 +215,11 @@ def extension_and_command() -> tuple[list, type]:
         py_limited_api=True,
     )
 
+    nvcc = nvcc_to_use()
+    if nvcc is not None:
+        module.sources.append(str(ATTENTION / "cuda" / "bindings.cpp"))
+        module.library_dirs += cuda_libraries(nvcc)
+        module.libraries += ["cudart_static", "rt", "pthread", "dl"]
     has_ninja = shutil.which("ninja") is not None or _has_ninja_module()
 
     class BuildAttention(BuildExtension):
@@ -148,6 +238,8 @@ def extension_and_command() -> tuple[list, type]:
                     file=sys.stderr,
                 )
             module.extra_objects = isa_objects(Path(self.build_temp) / "isa")
+            if nvcc is not None:
+                module.extra_objects += cuda_objects(nvcc, Path(self.build_temp) / "cuda")
             super().build_extensions()
 
     return [module, core_extension()], BuildAttention

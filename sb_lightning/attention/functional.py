@@ -65,10 +65,12 @@ def moba_attention(
         max_budget: Bound of the budgets, likewise; it sizes the selection. More than the blocks of
             `max_seqlen` tokens is cut to those.
         scale: Factor of the logits; head_dim^-0.5 if None.
-        deterministic: Ask for gradients that are the same bit for bit in every run. On CPU they always
-            are, for any number of threads.
+        deterministic: Ask for gradients that are the same bit for bit in every run, as
+            `torch.use_deterministic_algorithms` does. On CPU they always are, for any number of threads;
+            on CUDA only the gradient of `q` is not otherwise, and then it is faster.
         return_lse: Also return the logarithm of the softmax's denominator; it has a gradient.
-        backend: "cpu", "reference" or None for the best available.
+        backend: "cpu", "cuda", "reference" or None for the kernels of the tensors' device. Those of CUDA
+            take bf16 and fp16.
 
     Returns:
         out # [T, Hq, D], and with `return_lse` lse # [Hq, T] fp32
@@ -107,6 +109,7 @@ def moba_attention(
             scale=scale,
             return_lse=return_lse,
         )
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     out, lse = ops.run_attention(
         q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, scale, deterministic
     )

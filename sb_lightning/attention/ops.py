@@ -265,6 +265,7 @@ def register_ops() -> None:
     torch.library.register_autograd("sb::moba_attention", _gradient, setup_context=_save)
     torch.library.register_autograd("sb::moba_backward", _no_second_gradient)
     _register_autocast("cpu")
+    _register_autocast("cuda")
     register_flops()
 
 
