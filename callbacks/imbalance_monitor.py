@@ -84,7 +84,8 @@ class ImbalanceMonitor(Callback):
     Args:
         table_every_n_windows: Windows between two tables (rank x micro-batch) for Weights & Biases; 0 for
             none.
-        spans: Write every span into the run's folder, `spans/rank_*.jsonl`, for `sb trace`.
+        spans: Write every span into the run's folder, `spans/rank_*.jsonl`, for `sb trace`. With
+            `Trainer(logger=False)` that is `default_root_dir`, the working directory unless set.
         lengths: Returns the tokens of each sequence of a batch; None: look for them.
 
     Raises:

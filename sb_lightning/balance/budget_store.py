@@ -63,6 +63,10 @@ class BudgetStore:
             raise ValueError(
                 explain(f"rate is {rate}", "it is the newest window's weight", "pass a rate in (0, 1]")
             )
+        if num_versions < 1:
+            raise ValueError(
+                explain(f"num_versions is {num_versions}", "the newest is one", "pass num_versions >= 1")
+            )
         self.rate = rate
         self._num_versions = num_versions
         # The oldest first; the first one's by_id is complete, that of the others what they changed.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from sb_lightning._messages import explain
 from sb_lightning.balance.arguments import choice
-from sb_lightning.balance.figures_table import imbalance_table, time_table, time_unit
+from sb_lightning.balance.explanation import BASELINE, MUCH_WAITING, Explanation, ObjectiveFigures
+from sb_lightning.balance.planner import CannotPack
 from sb_lightning.balance.policies import OBJECTIVES, POLICIES
 from sb_lightning.balance.policy_figures import PERFECT, PlanFigures, PolicyFigures
 from sb_lightning.latency.table import LatencyTable
@@ -29,109 +31,14 @@ __all__ = [
     "spread_windows",
 ]
 
-BASELINE = "random"
-SHOWN = ("random", "length", "latency")
+SHOWN = ("random", "length", "tokens", "latency")
 OTHER_OBJECTIVE_WINDOWS = 1000
-MEETS = {"ddp": "once per optimizer step (DDP)", "fsdp": "in every micro-batch (FSDP, ZeRO-3)"}
-# Less is lost in other noise.
-SMALL_GAIN = 1.02
-MANY_DOMINATED = 0.05
+MULTIPLES = (2, 4, 8)
+"""Of the micro-batches per step that are tried where one micro-batch takes longer than a rank's share."""
+TRIAL_WINDOWS = 16
 
 Progress = Callable[[int, int], None]
 """Called with the number of plans that are made and of those that will be."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveFigures:
-    """What a policy gains where ranks meet in one way."""
-
-    objective: str
-    """How ranks meet."""
-    policy: str
-    """The policy."""
-    random_ms: float
-    """Mean time of a window under `random`."""
-    window_ms: float
-    """Mean time of a window under the policy."""
-    speedup: float
-    """The one over the other."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """What each policy is predicted to give, what perfect balance would, and what to choose.
-
-    ``str()`` of it is a table for people, `to_dict` has the same figures for programs.
-    """
-
-    ranks: int
-    """Data-parallel ranks."""
-    accumulate: int
-    """Micro-batches per rank and optimizer step."""
-    sequences_per_micro_batch: int
-    """Sequences of a micro-batch, on average."""
-    objective: str
-    """How ranks meet."""
-    epoch: int
-    """The epoch whose windows were planned."""
-    num_windows: int
-    """Windows of that epoch."""
-    latency: str
-    """Where the predicted times come from."""
-    is_measured: bool
-    """Whether they were measured; else only their ratios mean something."""
-    figures: dict[str, PolicyFigures]
-    """By policy."""
-    perfect: PolicyFigures
-    """All ranks have the mean load: what no plan can exceed, nor reach where one sequence is longer."""
-    objectives: dict[str, ObjectiveFigures]
-    """What the recommended policy gives for each way in which ranks can meet, planned for it."""
-    dominated_share: float
-    """Share of the windows in which one micro-batch alone takes longer than the mean load of a rank."""
-
-    @property
-    def best(self) -> PolicyFigures:
-        """The policy of the shortest windows; among equals the one that looks at times before the others."""
-        order = [self.figures[policy] for policy in reversed(POLICIES) if policy in self.figures]
-        return min(order, key=lambda found: round(found.window_ms_mean, 6))
-
-    @property
-    def recommendation(self) -> str:
-        """What to choose, and why, in a few lines."""
-        unit, ms = time_unit(max(found.random_ms for found in self.objectives.values()))
-        policies = {found.policy for found in self.objectives.values()}
-        few = self.perfect.speedup < SMALL_GAIN or policies == {BASELINE}
-        first = "Balancing gains little here" if few else f"Recommended: policy {', '.join(policies)}"
-        lines = [f"{first}. Predicted speedup over {BASELINE}, by how ranks meet:"]
-        width = max(map(len, MEETS.values()))
-        for found in sorted(self.objectives.values(), key=lambda found: found.objective):
-            lines.append(
-                f"  {MEETS[found.objective]:<{width}}  objective {found.objective:<4}  {found.speedup:.2f}x "
-                f"({found.random_ms / ms:,.1f} -> {found.window_ms / ms:,.1f} {unit} per step)"
-            )
-        if self.objective == "ddp" and self.dominated_share >= MANY_DOMINATED:
-            lines += [
-                f"In {self.dominated_share:.0%} of the windows one micro-batch exceeds the ranks' mean.",
-                "No plan evens that out; more micro-batches per step, or shorter sequences, do.",
-            ]
-        return "\n".join(lines)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain JSON types; no number is NaN or infinite."""
-        return {**asdict(self), "best": self.best.policy, "recommendation": self.recommendation}
-
-    def __str__(self) -> str:
-        planned = self.best.windows
-        of_all = f"{planned:,} of {self.num_windows:,}" if planned < self.num_windows else f"all {planned:,}"
-        several = self.sequences_per_micro_batch
-        packed = f" of {several} sequences" if several > 1 else ""
-        source = self.latency if self.is_measured else f"{self.latency}: only their ratios mean something"
-        head = (
-            f"Predicted for {of_all} windows of epoch {self.epoch}: {self.ranks} ranks x {self.accumulate} "
-            f"micro-batches{packed}, objective {self.objective}\nTimes: {source}"
-        )
-        rows = [*self.figures.values(), self.perfect]
-        return "\n\n".join((head, time_table(rows), imbalance_table(rows), self.recommendation))
 
 
 def spread_windows(num_windows: int, most: int | None) -> list[int]:
@@ -210,11 +117,14 @@ def explain_policies(
         epoch=sampler.epoch,
         num_windows=sampler.num_windows,
         latency=sampler.costs.table.label,
+        model=sampler.costs.model,
+        is_generic=sampler.costs.is_generic,
         is_measured=isinstance(sampler.costs.table, LatencyTable),
         figures={policy: found[policy].figures(baseline) for policy in dict.fromkeys(policies)},
         perfect=baseline.perfect(),
         objectives={},
         dominated_share=float((baseline.longest > baseline.loads * (1 + 1e-9)).mean()),
+        waiting_by_accumulate={},
     )
     best = explanation.best
     explanation.objectives[sampler.objective] = _gain(best, baseline)
@@ -222,6 +132,8 @@ def explain_policies(
         planned = _plan_windows(sampler, (best.policy,), few, stage(first + i * len(few) * 2), other)
         figures = planned[best.policy].figures(planned[BASELINE])
         explanation.objectives[other] = _gain(figures, planned[BASELINE])
+    if explanation.is_dominated:
+        explanation.waiting_by_accumulate.update(_waiting_by_accumulate(sampler, best.policy))
     return explanation
 
 
@@ -256,9 +168,11 @@ def _plan_windows(
                 "windows is empty", "figures are means over windows", "name windows, or pass None for all"
             )
         )
-    found = [(policy, PlanFigures(policy, objective, chosen)) for policy in dict.fromkeys(named)]
-    # This shuffles the epoch, which is no part of planning a window.
-    sampler.members(sampler.epoch, chosen[0])
+    # The first of them shuffles the epoch, which is no part of planning a window.
+    is_full = np.array(
+        [len(sampler.members(sampler.epoch, window)) == sampler.window_size for window in chosen]
+    )
+    found = [(policy, PlanFigures(policy, objective, chosen, is_full)) for policy in dict.fromkeys(named)]
     done, total = 0, len(chosen) * len(found)
     for i, window in enumerate(chosen):
         for policy, figures in found:
@@ -269,6 +183,39 @@ def _plan_windows(
             if progress is not None:
                 progress(done, total)
     return {figures.policy: figures for _, figures in found}
+
+
+def _waiting_by_accumulate(sampler: SparsityAwareBatchSampler, policy: str) -> dict[int, float]:
+    """Return the share of waiting with more micro-batches per step, up to the first at which it is small.
+
+    A few full windows of each size are planned; sizes of which the data fill none are left out.
+    """
+    # It imports this module.
+    from sb_lightning.balance.sampler import SparsityAwareBatchSampler
+
+    found: dict[int, float] = {}
+    for multiple in MULTIPLES:
+        accumulate = multiple * sampler.accumulate
+        full = len(sampler.lengths) // (multiple * sampler.window_size)
+        if full == 0:
+            break
+        larger = SparsityAwareBatchSampler(
+            sampler.lengths, sampler.target_tokens, ranks=sampler.ranks, rank=sampler.rank,
+            accumulate=accumulate, sequences_per_micro_batch=sampler.sequences_per_micro_batch,
+            policy=choice("a policy", policy, POLICIES), objective=sampler.objective, seed=sampler.seed,
+            latency=sampler.costs.table, budget=sampler.costs.budget, store=sampler.store,
+            sequence_ids=sampler.sequence_ids, max_tokens=sampler.max_tokens, overflow=sampler.overflow,
+            equal_counts=sampler.equal_counts,
+        )  # fmt: skip
+        larger.set_epoch(sampler.epoch)
+        windows = spread_windows(full, TRIAL_WINDOWS)
+        try:
+            found[accumulate] = compare_policies(larger, (policy,), windows)[policy].waiting_share
+        except CannotPack:
+            break
+        if found[accumulate] < MUCH_WAITING:
+            break
+    return found
 
 
 def _gain(figures: PolicyFigures, baseline: PlanFigures) -> ObjectiveFigures:

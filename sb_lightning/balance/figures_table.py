@@ -10,12 +10,17 @@ from sb_lightning.balance.policy_figures import PERFECT, SUFFIX
 if TYPE_CHECKING:
     from sb_lightning.balance.policy_figures import PolicyFigures
 
-__all__ = ["imbalance_table", "time_table", "time_unit"]
+__all__ = ["GAP_NOTE", "TimeUnit", "imbalance_table", "time_table", "time_unit"]
 
 MANY_MS = 100_000.0
+TimeUnit = tuple[str, float]
+"""The name of a unit, and its milliseconds."""
+GAP_NOTE = (
+    "above best: how far a plan may be above the best one, mean and largest; 0 where it is proven best."
+)
 
 
-def time_unit(longest_ms: float) -> tuple[str, float]:
+def time_unit(longest_ms: float) -> TimeUnit:
     """Return the unit in which times are shown, and its milliseconds.
 
     Args:
@@ -28,9 +33,14 @@ def time_unit(longest_ms: float) -> tuple[str, float]:
     return ("ms", 1.0) if longest_ms < MANY_MS else ("s", 1000.0)
 
 
-def time_table(rows: Sequence[PolicyFigures]) -> str:
-    """Return the times of windows under each policy, a line each."""
-    unit, ms = time_unit(max(row.window_ms_max for row in rows))
+def time_table(rows: Sequence[PolicyFigures], time_unit: TimeUnit) -> str:
+    """Return the times of windows under each policy, a line each.
+
+    Args:
+        rows: The policies, and `PERFECT`.
+        time_unit: In which times are shown.
+    """
+    unit, ms = time_unit
     heads = (
         f"mean {unit}",
         "median",
@@ -38,7 +48,7 @@ def time_table(rows: Sequence[PolicyFigures]) -> str:
         "max",
         "speedup",
         "waiting",
-        "gap",
+        "above best",
         "largest",
         "proven",
         "plan ms",
@@ -46,7 +56,8 @@ def time_table(rows: Sequence[PolicyFigures]) -> str:
     lines: list[tuple[str, ...]] = [("policy", *heads)]
     for row in rows:
         times = (row.window_ms_mean, row.window_ms_median, row.window_ms_p90, row.window_ms_max)
-        plans = (f"{row.gap_mean:.1%}", f"{row.gap_max:.1%}", f"{row.proven_share:.0%}", f"{row.plan_ms:.2f}")
+        gaps = (f"{row.gap_to_best_mean:.1%}", f"{row.gap_to_best_max:.1%}")
+        plans = (*gaps, f"{row.proven_share:.0%}", f"{row.plan_ms:.2f}")
         lines.append(
             (
                 row.policy,

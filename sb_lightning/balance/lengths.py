@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ from sb_lightning._messages import explain
 
 __all__ = ["LengthSource", "sequence_lengths"]
 
-LengthSource = Sequence[int] | NDArray[np.int64] | Callable[..., Any] | str
+LengthSource = Sequence[int] | Sequence[Sequence[int]] | NDArray[np.int64] | Callable[..., Any] | str
 """Where lengths come from, see `sequence_lengths`."""
-WHAT = "lengths"
+SHOWN_CHARACTERS = 60
 
 
 def sequence_lengths(source: LengthSource, dataset: Any | None = None) -> NDArray[np.int64]:
@@ -25,7 +26,9 @@ def sequence_lengths(source: LengthSource, dataset: Any | None = None) -> NDArra
         source: One of
 
             - the lengths themselves: a list, an array, a tensor, a column of a data set;
-            - the name of a column of `dataset`, which holds lengths, or lists of tokens that are counted;
+            - a list of the sequences, each a list of tokens, which are counted;
+            - the name of a column of `dataset`, which holds lengths, or lists of tokens that are counted; of
+              a data set that has no columns, but samples that are dictionaries, all samples are read;
             - a function, called with each sample of `dataset`, or, without a data set, called once for all
               lengths.
         dataset: The data set, where it is needed.
@@ -48,7 +51,7 @@ def sequence_lengths(source: LengthSource, dataset: Any | None = None) -> NDArra
     elif isinstance(source, str):
         found = _column(source, dataset)
     else:
-        found = source
+        found = _counted(source, "lengths", "list") if _holds_tokens(source) else source
     return _checked(found)
 
 
@@ -76,8 +79,13 @@ def _column(name: str, dataset: Any | None) -> Any:
     known = getattr(dataset, "column_names", None)
     try:
         column = dataset[name]
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        has = f"its columns are {', '.join(map(str, known))}" if known else f"{type(error).__name__}: {error}"
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError, NotImplementedError) as error:
+        sample = None if known else _first(dataset)
+        if isinstance(sample, Mapping) and name in sample:
+            _warn(f"lengths='{name}' is a key of the samples: all of them are read for their lengths.")
+            return _measured(lambda row: len(row[name]) if np.ndim(row[name]) else row[name], dataset)
+        names = list(sample) if isinstance(sample, Mapping) else known
+        has = f"it has {', '.join(map(str, names))}" if names else f"{type(error).__name__}: {error}"
         raise ValueError(
             explain(
                 f"the data set has no column '{name}' ({has})",
@@ -85,19 +93,60 @@ def _column(name: str, dataset: Any | None) -> Any:
                 "name a column of lengths or of token lists, or pass the lengths",
             )
         ) from error
-    if len(column) and np.ndim(column[0]) == 1:
-        warnings.warn(
-            f"lengths='{name}' is a column of token lists: all of it is read to count them. To save the time "
-            "at every start, keep the lengths in a column of their own.",
-            stacklevel=4,
-        )
-        return [len(row) for row in column]
-    return list(column)
+    return _counted(column, f"lengths='{name}'", "column") if _holds_tokens(column) else list(column)
+
+
+def _first(dataset: Any) -> Any:
+    """Return the first sample, or None where there is none."""
+    try:
+        return dataset[0]
+    except Exception:
+        # Whatever a data set raises for a number: the caller knows a better message.
+        return None
+
+
+def _holds_tokens(rows: Any) -> bool:
+    """Whether these are token lists: a whole array or tensor of several dimensions is not."""
+    if getattr(rows, "ndim", 1) != 1 or not hasattr(rows, "__len__") or not len(rows):
+        return False
+    first = next(iter(rows))
+    return not isinstance(first, (str, bytes, Mapping)) and hasattr(first, "__len__") and np.ndim(first) == 1
+
+
+def _counted(rows: Any, what: str, kind: str) -> list[int]:
+    _warn(f"{what} is a {kind} of token lists: all of it is read to count them.")
+    try:
+        return [len(row) for row in rows]
+    except TypeError as error:
+        raise TypeError(
+            explain(
+                f"{what} holds token lists and other entries ({error})",
+                "either tokens are counted or numbers are read",
+                "pass one kind for all sequences",
+            )
+        ) from error
+
+
+def _warn(found: str) -> None:
+    warnings.warn(
+        f"{found} To save the time at every start, keep the lengths in a column, or list, of their own.",
+        stacklevel=5,
+    )
 
 
 def _checked(found: Any) -> NDArray[np.int64]:
     if hasattr(found, "detach"):
         found = found.detach().cpu().numpy()
+    if isinstance(found, (Mapping, Set, str, bytes, bytearray)) or (
+        isinstance(found, (list, tuple)) and any(isinstance(value, bool) for value in found)
+    ):
+        raise TypeError(
+            explain(
+                f"lengths is {_short(found)} (a {type(found).__name__})",
+                "there is one number of tokens per sequence, in their order",
+                "pass a flat list or array of integers, a column's name, or a function",
+            )
+        )
     try:
         values = np.asarray(found if isinstance(found, np.ndarray) else list(found))
     except (TypeError, ValueError) as error:
@@ -121,18 +170,26 @@ def _checked(found: Any) -> NDArray[np.int64]:
     if values.dtype.kind not in "iu":
         raise TypeError(
             explain(
-                f"lengths holds {values.tolist()[0]!r} ({values.dtype})",
-                "tokens are counted",
-                "pass whole numbers",
+                f"lengths holds {_short(values.flat[0])} ({values.dtype})",
+                "there is one number of tokens per sequence",
+                "pass whole numbers or token lists; for dictionaries pass them as dataset and name the key",
             )
         )
-    if int(values.min()) < 0 or int(values.max()) > 2**40:
+    if int(values.min()) < 0 or int(values.max()) > 2**31 - 1:
         worst = int(values.argmin() if values.min() < 0 else values.argmax())
         raise ValueError(
             explain(
                 f"sequence {worst} has length {int(values[worst])}",
-                "a sequence has from 0 to 2**40 tokens",
+                "a sequence has from 0 to 2**31 - 1 tokens",
                 "pass the number of tokens of each sequence",
             )
         )
     return values.astype(np.int64)
+
+
+def _short(value: Any) -> str:
+    """Return an entry as text, cut where it is long."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    text = reprlib.repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."

@@ -47,18 +47,23 @@ class PolicyFigures:
     """Share of all ranks' time in which they wait for others."""
     imbalances: dict[str, float]
     """The four imbalances, means over windows, under the names of their metrics."""
-    gap_mean: float
-    """Mean over windows of value / lower bound - 1: no plan can be better by more."""
-    gap_max: float
+    gap_to_best_mean: float
+    """Mean over windows of how far the plan can be above the best one: 0 where it is proven to be the best,
+    else the gap to the bound."""
+    gap_to_best_max: float
+    """Largest of it."""
+    gap_to_bound_mean: float
+    """Mean over windows of value / lower bound - 1; the bound may be below what any plan can reach."""
+    gap_to_bound_max: float
     """Largest of it."""
     proven_share: float
     """Share of the windows whose plan is proven to be the best possible."""
     plan_ms: float
     """Median wall time of planning a window, prediction of its times included, as measured here."""
     median_window: int
-    """The window in which the time lost waiting is the median."""
+    """The window in which the time lost waiting is the median, among full windows if there are any."""
     worst_window: int
-    """The window that loses most time waiting."""
+    """The window that loses most time waiting, among the same."""
 
 
 class PlanFigures:
@@ -68,6 +73,7 @@ class PlanFigures:
         policy: Name of the policy.
         objective: How ranks meet.
         windows: Windows that will be added, in this order.
+        is_full: Which of them hold as many sequences as a window can; an epoch's last may not # [W].
 
     Attributes:
         values: The objective's value of each window in milliseconds # [W].
@@ -75,8 +81,11 @@ class PlanFigures:
         longest: The longest micro-batch of each window # [W].
     """
 
-    def __init__(self, policy: str, objective: str, windows: Sequence[int]) -> None:
+    def __init__(
+        self, policy: str, objective: str, windows: Sequence[int], is_full: NDArray[np.bool_]
+    ) -> None:
         self.policy, self.objective, self.windows = policy, objective, windows
+        self._is_full = is_full
         count = len(windows)
         self.values, self.loads, self.longest = np.zeros(count), np.zeros(count), np.zeros(count)
         self._gaps, self._plan_ms = np.zeros(count), np.zeros(count)
@@ -95,13 +104,13 @@ class PlanFigures:
     def figures(self, baseline: PlanFigures) -> PolicyFigures:
         """Return the figures, with the speedup over a baseline of the same windows."""
         count = len(self.values)
+        to_best = np.where(self._proven, 0.0, self._gaps)
         return self._figures(
             self.policy,
             self.values,
             baseline.values,
             imbalances={name: total / count for name, total in self._ratios.items()},
-            gap_mean=float(self._gaps.mean()),
-            gap_max=float(self._gaps.max()),
+            gaps=(to_best, self._gaps),
             proven_share=float(self._proven.mean()),
             plan_ms=float(np.median(self._plan_ms)),
         )
@@ -113,8 +122,7 @@ class PlanFigures:
             self.loads,
             self.values,
             imbalances=dict.fromkeys(self._ratios, 1.0),
-            gap_mean=0.0,
-            gap_max=0.0,
+            gaps=(np.zeros(1), np.zeros(1)),
             proven_share=1.0,
             plan_ms=0.0,
         )
@@ -126,14 +134,16 @@ class PlanFigures:
         baseline: NDArray[np.float64],
         *,
         imbalances: dict[str, float],
-        gap_mean: float,
-        gap_max: float,
+        gaps: tuple[NDArray[np.float64], NDArray[np.float64]],
         proven_share: float,
         plan_ms: float,
     ) -> PolicyFigures:
         total, count = float(values.sum()), len(values)
         lost = np.maximum(values - self.loads, 0.0)
-        order = np.argsort(lost, kind="stable")
+        to_best, to_bound = gaps
+        # A short window has fewer micro-batches, and says little of the others.
+        shown = np.flatnonzero(self._is_full) if self._is_full.any() else np.arange(count)
+        order = shown[np.argsort(lost[shown], kind="stable")]
         return PolicyFigures(
             policy=policy,
             objective=self.objective,
@@ -145,10 +155,12 @@ class PlanFigures:
             speedup=float(baseline.sum()) / total if total > 0 else 1.0,
             waiting_share=float(lost.sum()) / total if total > 0 else 0.0,
             imbalances=imbalances,
-            gap_mean=gap_mean,
-            gap_max=gap_max,
+            gap_to_best_mean=float(to_best.mean()),
+            gap_to_best_max=float(to_best.max()),
+            gap_to_bound_mean=float(to_bound.mean()),
+            gap_to_bound_max=float(to_bound.max()),
             proven_share=proven_share,
             plan_ms=plan_ms,
-            median_window=int(self.windows[order[(count - 1) // 2]]),
-            worst_window=int(self.windows[int(lost.argmax())]),
+            median_window=int(self.windows[order[(len(order) - 1) // 2]]),
+            worst_window=int(self.windows[shown[lost[shown].argmax()]]),
         )

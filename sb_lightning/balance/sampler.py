@@ -289,6 +289,13 @@ class SparsityAwareBatchSampler:
         """Micro-batches per rank of this epoch that run, the same on every rank."""
         return self.num_batches if self.max_batches is None else min(self.num_batches, self.max_batches)
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({len(self.lengths)} sequences, rank {self.rank} of {self.ranks}, "
+            f"accumulate={self.accumulate}, policy={self.policy!r}, objective={self.objective!r}, "
+            f"epoch {self.epoch}: {self.num_windows} windows)"
+        )
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order is used; Lightning calls this before each."""
         self.epoch = count("epoch", epoch, least=0)
@@ -328,6 +335,10 @@ class SparsityAwareBatchSampler:
     def cell(self, window: int, micro_batch: int, rank: int | None = None) -> Cell:
         """Return one cell of this epoch with its data-set indices; rank None is this process."""
         rank = self.rank if rank is None else rank
+        if not 0 <= rank < self.ranks:
+            raise IndexError(
+                explain(f"rank is {rank} of {self.ranks}", "ranks are counted from 0", "pass one of them")
+            )
         planned = self._planned(self.epoch, window)
         plan, items = planned.plan, list(planned.plan.cells[rank][micro_batch])
         return Cell(

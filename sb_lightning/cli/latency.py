@@ -27,6 +27,7 @@ __all__ = [
     "cached_path",
     "check_length",
     "conditions_of",
+    "doubts_about",
     "kept_samples",
     "table_of_run",
 ]
@@ -222,6 +223,8 @@ def table_of_run(
             )
         table = LatencyTable.load(settings.table)
         table.label = f"{settings.table}, {table.label}"
+        if (doubt := doubts_about(table)) is not None:
+            rank_zero_warn(f"latency.table={settings.table}: {doubt}")
         try:
             _compare(table, conditions_of(trainer, model, data, threads=threads))
         except CannotMeasure as error:
@@ -243,9 +246,26 @@ def table_of_run(
     else:
         off = cached.profile.get("errors", {}).get("table", {}).get("median")
         told = "" if off is None else f" (median error {off:.1%})"
-        rank_zero_info(f"Latency table: {path}{told}; delete it to measure again.")
+        doubt = doubts_about(cached)
+        warning = f" {doubt}" if doubt else ""
+        rank_zero_info(f"Latency table: {path}{told}; delete it to measure again.{warning}")
     cached.label = f"{path}, {cached.label}"
     return cached
+
+
+def doubts_about(table: LatencyTable) -> str | None:
+    """Return why a table may be wrong, as its profile said when it was measured; None if it did not.
+
+    Args:
+        table: From a file.
+    """
+    from sb_lightning.latency.profiler.report import doubts
+
+    try:
+        return doubts(table.profile)
+    except (KeyError, TypeError, AttributeError):
+        # Written by something else than the profiler.
+        return None
 
 
 def _measure(conditions: Conditions, settings: LatencySettings, path: Path) -> LatencyTable:

@@ -114,7 +114,8 @@ def _plain(text: str) -> str:
     """Name types as people do."""
     text = re.sub(r"<class '(?:[\w]+\.)*(\w+)'>", r"\1", text).replace("NoneType", "null")
     text = text.replace("Expected a int.", "Expected an int.")
-    return re.sub(r"typing\.Literal\[([^\]]*)\]", r"one of \1", text)
+    text = re.sub(r"typing\.Literal\[([^\]]*)\]", r"one of \1", text)
+    return text.replace("Expected a one of", "Expected one of")
 
 
 def _parameters(path: str) -> list[str]:

@@ -187,8 +187,8 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--policies", default="random,length,latency", metavar="P,...",
-        help="of random, length, tokens, flops, latency (random,length,latency)")  # fmt: skip
+    add("--policies", default="random,length,tokens,latency", metavar="P,...",
+        help="of random, length, tokens, flops, latency (all but flops)")  # fmt: skip
     add("--ranks", type=_count, metavar="R", help="data-parallel ranks (trainer.devices; 8)")
     add("--accumulate", type=_count, metavar="A",
         help="micro-batches per rank and step (trainer.accumulate_grad_batches; 4)")  # fmt: skip

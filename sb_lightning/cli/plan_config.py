@@ -22,6 +22,7 @@ from sb_lightning.cli.latency import (
     LatencySettings,
     cached_path,
     conditions_of,
+    doubts_about,
     table_of_run,
 )
 from sb_lightning.cli.plan_source import PlanSource, given_lengths, load_table, no_windows
@@ -50,6 +51,7 @@ PLAN_SETTINGS = (
 class PlanCLI(TrainingCLI):
     """Reads the command line of `fit`, and builds what it describes without running it."""
 
+    command = "sb plan"
     why_no_trainer: str | None = None
     """Why this machine cannot make the Trainer of the configuration, if it cannot."""
 
@@ -185,15 +187,16 @@ def _table(cli: PlanCLI, notes: list[str], arguments: Sequence[str]) -> LatencyM
     threads = cli.settings["threads_per_rank"]
     if settings.table not in (None, AUTO):
         if cli.why_no_trainer is not None:
-            return load_table(settings.table)
+            return load_table(settings.table, notes)
         found = table_of_run(settings, cli.trainer, cli.model, cli.datamodule, threads=threads)
         assert found is not None
         return found
     if settings.table == AUTO and cli.why_no_trainer is None:
         table, note = _cached(cli, threads, arguments)
+        if note:
+            notes.append(note)
         if table is not None:
             return table
-        notes.append(note)
     elif settings.table == AUTO:
         notes.append("latency.table=auto: the machine of the training is another one; operations are counted")
     data = cli.datamodule
@@ -211,7 +214,7 @@ def _needs_vocabulary(model: Any) -> bool:
 
 
 def _cached(cli: PlanCLI, threads: int | None, arguments: Sequence[str]) -> tuple[LatencyTable | None, str]:
-    """Return the table that a training has left, or why there is none."""
+    """Return the table that a training has left and what is doubtful about it, or why there is none."""
     counted = "operations are counted"
     try:
         conditions = conditions_of(cli.trainer, cli.model, cli.datamodule, threads=threads)
@@ -227,7 +230,7 @@ def _cached(cli: PlanCLI, threads: int | None, arguments: Sequence[str]) -> tupl
     except ValueError as error:
         return None, f"latency.table=auto: {counted} (the cached table is damaged: {error})"
     table.label = f"{path}, {table.label}"
-    return table, ""
+    return table, doubts_about(table) or ""
 
 
 def _planned_by(data: Any, trainer: Trainer, table: LatencyModel) -> SparsityAwareBatchSampler:

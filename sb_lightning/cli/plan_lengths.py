@@ -15,7 +15,7 @@ __all__ = ["read_lengths"]
 
 Lengths = NDArray[np.int64]
 FORMATS = "one whole number per line, a JSON list, a .npy array, or --column of a .jsonl or .parquet file"
-MOST_TOKENS = 2**40
+MOST_TOKENS = 2**31 - 1
 
 
 def read_lengths(path: Path, column: str = "length") -> Lengths:
@@ -46,7 +46,7 @@ def read_lengths(path: Path, column: str = "length") -> Lengths:
         raise ValueError(
             explain(
                 f"'{path}': length number {first + 1} is {int(values[first])}",
-                "a sequence has from 1 to 2**40 tokens",
+                "a sequence has from 1 to 2**31 - 1 tokens",
                 "correct it, or leave it out",
             )
         )
@@ -54,7 +54,7 @@ def read_lengths(path: Path, column: str = "length") -> Lengths:
 
 
 def _lines(path: Path, column: str) -> Lengths:
-    text = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8-sig")
     if text.lstrip().startswith("["):
         return _json(path, column)
     try:
@@ -74,8 +74,8 @@ def _lines(path: Path, column: str) -> Lengths:
 
 def _json(path: Path, column: str) -> Lengths:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(explain(f"'{path}' is no JSON", str(error), f"pass {FORMATS}")) from error
     if not isinstance(content, list):
         raise ValueError(
@@ -102,7 +102,7 @@ def _npy(path: Path, column: str) -> Lengths:
 
 def _jsonl(path: Path, column: str) -> Lengths:
     values: list[Any] = []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

@@ -109,20 +109,24 @@ def draw(sampler: SparsityAwareBatchSampler, explanation: Explanation, descripti
     shared = figures.get("random") or next(iter(figures.values()))
     rows = []
     for policy, found in figures.items():
-        windows = (("median window", shared.median_window), ("its worst window", found.worst_window))
+        windows = (("median window", shared.median_window), ("window that loses most", found.worst_window))
         rows.append([_panel(sampler, policy, f"{policy}: {name}", window) for name, window in windows])
     heading = (
         f"{description.partition(' (')[0]}: {explanation.ranks} ranks x {explanation.accumulate} micro-"
         f"batches, objective {explanation.objective}; times: {explanation.latency}"
     )
-    draw_plans(rows, path, objective=explanation.objective, heading=heading)
+    draw_plans(
+        rows, path, objective=explanation.objective, heading=heading, time_unit=explanation.time_unit
+    )
 
 
 def _panel(sampler: SparsityAwareBatchSampler, policy: str, title: str, window: int) -> PlannedWindow:
     plan = sampler.plan(sampler.epoch, window, policy=policy)  # type: ignore[arg-type]
     lengths = sampler.lengths[sampler.members(sampler.epoch, window)]
+    # Where the epoch has no full window at all, or none was planned.
+    short = ", short" if len(lengths) < sampler.window_size else ""
     return PlannedWindow(
-        title=f"{title} ({window})",
+        title=f"{title} ({window}{short})",
         times=np.asarray(plan.predicted_ms, dtype=np.float64),
         tokens=np.array([[int(lengths[list(cell)].sum()) for cell in row] for row in plan.cells]),
         is_padding=np.array(plan.is_padding),

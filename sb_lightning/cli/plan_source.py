@@ -51,12 +51,9 @@ def source_of_lengths(options: argparse.Namespace) -> PlanSource:
             )
         )
     shape = replace(GENERIC_SHAPE, block_size=options.block_size or GENERIC_SHAPE.block_size)
-    attention = (
-        f"budget {options.budget} blocks of {shape.block_size} keys" if options.budget else "full attention"
-    )
+    notes: list[str] = []
     if options.table in (None, "null"):
         table: LatencyModel = AnalyticCost(shape)
-        note = f"model: {shape.layers} layers of width {shape.hidden_size}, {attention}"
     elif options.table == "auto":
         raise ValueError(
             explain(
@@ -66,8 +63,7 @@ def source_of_lengths(options: argparse.Namespace) -> PlanSource:
             )
         )
     else:
-        table = load_table(options.table)
-        note = f"attention: {attention}"
+        table = load_table(options.table, notes)
     sampler = SparsityAwareBatchSampler(
         given[0],
         ranks=options.ranks or DEFAULT_RANKS,
@@ -77,7 +73,7 @@ def source_of_lengths(options: argparse.Namespace) -> PlanSource:
         budget=options.budget,
         objective=options.objective or "ddp",
     )
-    return PlanSource(sampler=sampler, description=given[1], notes=(note,))
+    return PlanSource(sampler=sampler, description=given[1], notes=tuple(notes))
 
 
 def given_lengths(options: argparse.Namespace) -> tuple[Lengths, str] | None:
@@ -94,8 +90,12 @@ def given_lengths(options: argparse.Namespace) -> tuple[Lengths, str] | None:
     return None
 
 
-def load_table(path: str) -> LatencyTable:
+def load_table(path: str, notes: list[str]) -> LatencyTable:
     """Return the table in a file.
+
+    Args:
+        path: The file.
+        notes: Takes in that the table may be wrong, where its profile says so.
 
     Raises:
         ValueError: There is no such file, or it is damaged.
@@ -110,6 +110,11 @@ def load_table(path: str) -> LatencyTable:
                 "write it with `sb profile --output`, or leave it out",
             )
         ) from error
+    # It imports torch.
+    from sb_lightning.cli.latency import doubts_about
+
+    if (doubt := doubts_about(table)) is not None:
+        notes.append(f"{path}: {doubt}")
     table.label = f"{path}, {table.label}"
     return table
 

@@ -30,6 +30,8 @@ All keys of `sb fit` are understood (sb fit --help): --config FILE, --model.atte
 class ProfileCLI(TrainingCLI):
     """Reads the command line of `fit`, and builds what it describes without running it."""
 
+    command = "sb profile"
+
     def parser_options(self) -> dict[str, Any]:
         """Return the texts of `sb fit` with this command's name."""
         options: dict[str, Any] = copy.deepcopy(PARSER_OPTIONS)

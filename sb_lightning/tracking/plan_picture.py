@@ -66,7 +66,12 @@ def starts_of(times: NDArray[np.float64], objective: str) -> tuple[NDArray[np.fl
 
 
 def draw_plans(
-    rows: Sequence[Sequence[PlannedWindow]], path: Path, *, objective: str, heading: str = ""
+    rows: Sequence[Sequence[PlannedWindow]],
+    path: Path,
+    *,
+    objective: str,
+    heading: str = "",
+    time_unit: tuple[str, float] | None = None,
 ) -> None:
     """Draw plans as bars over time, a row per rank; panels in one column share their scale.
 
@@ -75,6 +80,7 @@ def draw_plans(
         path: The picture; its suffix chooses the format (.png, .svg, .pdf). Written whole or not at all.
         objective: How ranks meet, see `starts_of`.
         heading: Above all.
+        time_unit: In which times are shown, and its milliseconds; None: what fits them.
 
     Raises:
         RuntimeError: matplotlib is not installed.
@@ -98,10 +104,11 @@ def draw_plans(
             )
         ) from error
     rows = [list(row) for row in rows]
-    in_seconds = max(float(panel.times.sum(axis=1).max()) for row in rows for panel in row) >= MANY_MS
-    unit = "s" if in_seconds else "ms"
-    if in_seconds:
-        rows = [[replace(panel, times=panel.times / 1e3) for panel in row] for row in rows]
+    if time_unit is None:
+        longest_ms = max(float(panel.times.sum(axis=1).max()) for row in rows for panel in row)
+        time_unit = ("s", 1e3) if longest_ms >= MANY_MS else ("ms", 1.0)
+    unit, ms = time_unit
+    rows = [[replace(panel, times=panel.times / ms) for panel in row] for row in rows]
     panels = [panel for row in rows for panel in row]
     tallest = min(max(len(panel.times) for panel in panels), MAX_RANKS)
     bar = min(max(2.2 / tallest, 0.11), 0.34)

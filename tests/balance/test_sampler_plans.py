@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampler_cases import POLICIES, TABLE, batch_sampler, rank_samplers
 
-from sb_lightning.balance import BudgetStore, SparsityAwareBatchSampler
+from sb_lightning.balance import BudgetStore, SparsityAwareBatchSampler, plan_window
+from sb_lightning.balance.planner import CannotPack
 from sb_lightning.latency import Fingerprint, LatencyTable
 from sb_lightning.training import window_loss_scale
 
@@ -269,3 +270,73 @@ def test_gradient_is_that_of_one_big_batch(policy):
                 # As Lightning and DistributedDataParallel do.
                 total += gradient / accumulate / ranks
         torch.testing.assert_close(total, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_it_can_be_printed():
+    sampler = batch_sampler([5] * 10, ranks=2, rank=1, accumulate=2)
+    assert "10 sequences, rank 1 of 2" in repr(sampler)
+    assert "3 windows" in repr(sampler)
+    with pytest.raises(IndexError, match="rank is -1 of 2"):
+        sampler.cell(0, 0, rank=-1)
+
+
+def test_whether_a_window_packs_does_not_depend_on_what_its_items_cost():
+    """A plan that fits today must not fail in mid-epoch because a store has learnt."""
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        lengths = rng.integers(1, 60, 24).tolist()
+        cap = int(np.ceil(sum(lengths) / 6)) + int(rng.integers(0, 6))
+        outcomes = set()
+        for seed in range(4):
+            costs = np.random.default_rng(seed).uniform(1, 99, 24)
+            options = {
+                "ranks": 2,
+                "accumulate": 3,
+                "max_tokens": max(cap, max(lengths)),
+                "equal_counts": True,
+            }
+            try:
+                plan_window(costs, lengths, **options)
+                outcomes.add("fits")
+            except CannotPack:
+                outcomes.add("does not fit")
+        try:
+            plan_window(costs, lengths, policy="tokens", **options)
+        except CannotPack:
+            continue
+        assert outcomes == {"fits"}
+
+
+def test_a_second_cut_with_targets_of_their_own_is_refused():
+    options = {"max_tokens": 100, "overflow": "truncate", "sequences_per_micro_batch": 2}
+    sampler = batch_sampler([60, 60], [10, 10], **options)
+    with pytest.raises(ValueError, match="how many targets are left"):
+        list(sampler)
+    cut = batch_sampler([60, 60], budget=8, **options)
+    with pytest.warns(UserWarning, match="2 of its 2 sequences are cut to 50 tokens"):
+        (cell,) = cut
+    assert (cell.max_length, cell.target_tokens) == (50, 98)
+
+
+def test_a_window_of_more_sequences_than_tokens_is_found_before_training():
+    sampler = batch_sampler(
+        [5] * 40, accumulate=3, sequences_per_micro_batch=300, max_tokens=8, overflow="truncate"
+    )
+    with pytest.raises(ValueError, match="max_tokens"):
+        sampler.check_epoch()
+
+
+def test_the_digest_of_a_plan_names_the_sequences():
+    a, b = (batch_sampler([9] * 12, accumulate=2, policy="random", seed=seed) for seed in (0, 1))
+    assert a.plan(0, 0) == b.plan(0, 0)
+    assert a.plan_digest(0, 0) != b.plan_digest(0, 0)
+    assert a.plan_digest(0, 0) == batch_sampler([9] * 12, accumulate=2, policy="random").plan_digest(0, 0)
+
+
+def test_a_store_that_loads_a_state_forgets_its_own_factors():
+    store, fresh = BudgetStore(), BudgetStore()
+    store.recalibrate(1, TABLE, lengths=[[8192]], budgets=[[8]], measured_ms=[5000.0])
+    for each in (store, fresh):
+        each.load_state_dict(BudgetStore().state_dict())
+        each.recalibrate(1, TABLE, lengths=[[8192]], budgets=[[8]], measured_ms=[900.0])
+    assert store.costs(1, TABLE).predict(8192, 8) == fresh.costs(1, TABLE).predict(8192, 8)

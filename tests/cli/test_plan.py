@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from sb_lightning.cli.plan import run as run_plan
 from sb_lightning.cli.plan_lengths import read_lengths
 from sb_lightning.cli.plan_report import histogram
 from sb_lightning.data import TextDataModule
-from sb_lightning.latency import AnalyticCost
+from sb_lightning.latency import AnalyticCost, LatencyTable
 
 LENGTHS = [int(x) for x in np.exp(np.random.default_rng(3).normal(6, 1, 60)).clip(4, 5000)]
 FEW = ["--ranks=2", "--accumulate=3"]
@@ -82,7 +83,7 @@ def test_lengths_alone_give_figures_and_a_picture(lengths, capsys):
         "source": "lengths.txt", "sequences": 60, "tokens": sum(LENGTHS), "max": max(LENGTHS),
         "p50": sorted(LENGTHS)[29], "p90": sorted(LENGTHS)[53], "p99": sorted(LENGTHS)[58],
     }  # fmt: skip
-    assert list(found["figures"]) == ["random", "length", "latency"]
+    assert list(found["figures"]) == ["random", "length", "tokens", "latency"]
     sampler = SparsityAwareBatchSampler(
         LENGTHS, ranks=2, rank=0, accumulate=3, budget=4,
         latency=AnalyticCost(replace(GENERIC_SHAPE, block_size=64)),
@@ -90,7 +91,7 @@ def test_lengths_alone_give_figures_and_a_picture(lengths, capsys):
     values = [sampler.plan(0, window).value_ms for window in range(10)]
     assert found["figures"]["latency"]["window_ms_mean"] == pytest.approx(np.mean(values))
     assert "lengths.txt: 60 sequences" in printed
-    assert "note: model: 24 layers of width 896, budget 4 blocks of 64 keys" in printed
+    assert "Model: a generic one, 24 layers of width 896, budget 4 blocks of 64 keys" in printed
     assert str(sampler.explain()).splitlines()[0] in printed
     assert f"{found['figures']['latency']['speedup']:.2f}x" in printed
     assert printed.endswith("\nout/plan.png\nout/plan.json\n")
@@ -243,9 +244,56 @@ def test_errors_have_three_parts_and_leave_nothing(options, code, said, capsys):
     assert sorted(p.name for p in Path().iterdir()) == before
 
 
-def test_a_misspelt_key_is_named(config, capsys):
-    assert main(["plan", "--config", config, "--trainer.devcies=2"]) == 2
-    assert "trainer.devices" in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["plan", "profile"])
+def test_a_wrong_key_is_named_by_the_command_that_was_called(command, config, capsys):
+    assert main([command, "--config", config, "--trainer.devcies=2"]) == 2
+    usage, tip, error = capsys.readouterr().err.splitlines()[-3:]
+    assert usage.startswith(f"usage: sb {command} [")
+    assert tip.endswith(f"run: sb {command} --help")
+    assert "trainer.devices" in error
+    assert main([command, "--config", config, "--data.overlong=no"]) == 2
+    assert "Expected one of 'truncate'" in capsys.readouterr().err
+
+
+def test_a_table_that_may_be_wrong_is_said_to_be(config, capsys):
+    command = ["profile", "--config", config, "--budget-seconds=0.1", "--trainer.devices=1"]
+    assert main([*command, "--trainer.strategy=auto"]) == 0
+    table = LatencyTable.load("table.json")
+    Path("l.txt").write_text("50 " * 20)
+    for spread, is_told in ((0.5, True), (0.01, False)):
+        point = {"held_out": True, "length": 10}
+        profile = {"points": [point] * 9, "noise": {"spread": spread, "held_out_error": 0.01},
+                   "errors": {"table": {"median": 0.02}, "flops": {"median": 0.2}}}  # fmt: skip
+        LatencyTable(table.measurements, table.fingerprint, profile).save("table.json")
+        planned("--lengths=l.txt", *FEW, "--latency.table=table.json")
+        printed = capsys.readouterr().out
+        assert ("table.json: This table may be wrong: the machine was busy" in printed) == is_told
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            planned("--config", config, "--latency.table=table.json")
+        assert any("may be wrong: the machine" in str(found.message) for found in caught) == is_told
+    # Another program's table notes what it likes.
+    LatencyTable(table.measurements, table.fingerprint, {"points": 3}).save("table.json")
+    planned("--lengths=l.txt", *FEW, "--latency.table=table.json")
+
+
+def test_the_picture_and_the_table_have_one_unit(monkeypatch):
+    from sb_lightning.cli import plan_report
+
+    drawn = {}
+    monkeypatch.setattr(
+        plan_report, "draw_plans", lambda rows, path, **options: drawn.update(rows=rows, **options)
+    )
+    Path("long.txt").write_text("400000 300000 200000 100000 50000 60000 " * 2 + "90000")
+    assert main(["plan", "--lengths=long.txt", *FEW]) == 0
+    assert drawn["time_unit"] == ("s", 1000.0)
+    titles = [panel.title for row in drawn["rows"] for panel in row]
+    assert titles[1].startswith("random: window that loses most (")
+    assert not any("short" in title for title in titles)
+    # Two sequences of 40 to 90 tokens, of the generic model: far below 100 s.
+    Path("short.txt").write_text("40 90 50 60 " * 6)
+    assert main(["plan", "--lengths=short.txt", *FEW, "--budget=4"]) == 0
+    assert drawn["time_unit"] == ("ms", 1.0)
 
 
 def test_data_that_our_sampler_does_not_plan_are_refused(capsys):
@@ -294,6 +342,7 @@ def test_help_is_short_and_imports_no_torch():
     ("name", "content"),
     [
         ("a.txt", "5\n7\n\n9\n"),
+        ("a.txt", "\ufeff5\n7\n9\n"),
         ("a.lengths", "[5, 7, 9]"),
         ("a.json", "[5, 7, 9]"),
         ("a.jsonl", '{"length": 5}\n{"length": 7}\n\n{"length": 9}\n'),
@@ -336,6 +385,8 @@ def test_lengths_are_read_from_arrays_and_parquet(tmp_path):
         ("a.txt", b"\xff\xfe", "cannot be read"),
         ("a.json", b"{}", "holds a dict"),
         ("a.json", b"[1, 2", "is no JSON"),
+        ("a.json", b"[" * 100_000, "is no JSON"),
+        ("a.txt", b"5\n3000000000\n", "length number 2 is 3000000000"),
         ("a.json", b'[1, "2"]', "length number 2 is '2'"),
         ("a.json", b"[1, true]", "length number 2 is 'True'"),
         ("a.jsonl", b'{"length": 5}\n{"n": 1}\n', "line 2 has n"),
@@ -381,7 +432,7 @@ def test_the_page_shows_what_the_command_prints(capsys):
     assert main([*shlex.split(command)[1:], "--output=."]) == 0
     printed = capsys.readouterr().out
     (shown,) = [block for block in text.split("```") if "policy latency" in block]
-    timed = {"random", "length", "latency"}
+    timed = {"random", "length", "tokens", "latency"}
     for found, expected in itertools.zip_longest(printed.splitlines(), shown.strip("\n").splitlines()):
         now, then = found.split(), expected.split()
         # The last figure is measured.

@@ -98,6 +98,18 @@ def test_what_the_time_did_not_suffice_for_is_said():
     longest = table.measurements.lengths[-1]
     assert longest < 8192
     assert f"sequences up to {longest} tokens; longer ones are extrapolated" in text
+    (short,) = re.findall(
+        r"0\.05 s do not suffice for one round: about (\d+) of (\d+) points, .* of (\d+) tokens and more, "
+        r"are left out, and such times extrapolated\. (\d+) s would do",
+        text,
+    )
+    missing, points, least, seconds = map(int, short)
+    assert 0 < missing < points
+    assert least <= 8192
+    console = Console(file=io.StringIO(), width=120)
+    table = profiled(Machine(), budget_seconds=seconds, console=console)
+    assert "do not suffice" not in console.file.getvalue()
+    assert table.measurements.lengths[-1] == 8192
     # The plan comes first, with its time.
     assert re.search(r"plan: sequences of 64 to 8192 tokens, .* one round takes about .* at most 0 s", text)
     for word in ("table", "length only", "FLOPs only", "Noise"):

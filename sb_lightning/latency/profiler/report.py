@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from sb_lightning.latency.profiler.holdout import PREDICTORS
-from sb_lightning.latency.profiler.schedule import Schedule
+from sb_lightning.latency.profiler.schedule import FEWEST_ROUNDS, LARGEST_SHARE, Schedule
 
 __all__ = ["doubts", "error_table", "progress_bar", "say_plan"]
 
@@ -33,10 +34,36 @@ def say_plan(console: Console, schedule: Schedule, where: str) -> None:
     resumed = f"; {done} points measured before are kept" if done else ""
     console.print(
         f"plan: sequences of {grid.shortest} to {grid.max_length} tokens, {coarse} points "
-        f"refined up to {fine}, a fifth held out; one round takes about {schedule.round_s(0):.1f} to "
-        f"{schedule.round_s(len(grid.levels) - 1):.1f} s; at most {max(0.0, schedule.left_s):.0f} s{resumed}",
+        f"refined up to {fine}, a fifth held out; one round takes about {schedule.round_s(0):.1f} s (coarse) "
+        f"to {schedule.round_s(len(grid.levels) - 1):.1f} s (fine); at most {max(0.0, schedule.left_s):.0f} s"
+        f" of measuring{resumed}",
         highlight=False,
         soft_wrap=True,
+    )
+    if (short := _too_few_seconds(schedule)) is not None:
+        console.print(short, highlight=False, soft_wrap=True)
+
+
+def _too_few_seconds(schedule: Schedule) -> str | None:
+    """Return what is left out where the seconds do not suffice for one round of the coarse grid."""
+    points = [point for point in schedule.grid.levels[0] if point not in schedule.progress.records]
+    costs = sorted((schedule.estimate_ms(point) / 1000.0, point.length) for point in points)
+    spent_s = needed_s = 0.0
+    missing = []
+    for cost_s, length in costs:
+        # A point is not begun that would take more than a share of what is left then.
+        wanted_s = spent_s + cost_s / LARGEST_SHARE
+        needed_s = max(needed_s, wanted_s)
+        if wanted_s > schedule.left_s:
+            missing.append(length)
+        spent_s += cost_s
+    if not missing:
+        return None
+    total_s = schedule.progress.spent_s + max(needed_s, FEWEST_ROUNDS * schedule.round_s(0))
+    return (
+        f"{schedule.budget_s:.3g} s do not suffice for one round: about {len(missing)} of {len(points)} "
+        f"points, with sequences of {min(missing)} tokens and more, are left out, and such times extrapolated"
+        f". {math.ceil(total_s)} s would do (budget_seconds)."
     )
 
 
