@@ -62,8 +62,8 @@ class SparsityAwareBatchSampler:
         sequences_per_micro_batch: Sequences of a cell in a full window, on average; other policies than
             ``random`` may put more into one cell and fewer into another.
         policy: ``latency`` evens out predicted times; ``flops`` and ``tokens`` do the same for operations and
-            tokens; ``length`` sorts by length and deals one sequence to each rank at a time; ``random`` deals
-            as a ``DistributedSampler`` does.
+            tokens; ``length`` sorts by length and deals one sequence to each rank at a time, in
+            alternating direction; ``random`` deals as a ``DistributedSampler`` does.
         objective: How ranks meet: ``ddp`` once per window (the slowest rank's sum counts), ``fsdp`` in every
             micro-batch (the slowest cell of each slot counts).
         tail: What happens to the short last window, see :func:`~sb_lightning.balance.num_micro_batches`.
