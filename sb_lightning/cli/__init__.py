@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": "what works on this machine, and why the rest does not",
     "profile": "measure a configuration's training steps on this machine",
     "plan": "what each balancing policy would gain, predicted without training",
+    "compare": "batching and tuning, apart and together, measured side by side",
     "trace": "what each rank did when, as a Perfetto trace and as a picture",
 }
 
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from sb_lightning.cli.plan import run as run_plan
 
         return run_plan(rest)
+    if command == "compare":
+        return _run_compare(rest)
     print(_unknown(command), file=sys.stderr)
     return 2
 
@@ -79,6 +82,18 @@ def _run_trainer(arguments: list[str]) -> int:
 def _run_profile(arguments: list[str]) -> int:
     try:
         from sb_lightning.cli.profile import run
+    except KeyboardInterrupt:
+        print("sb: interrupted before anything was measured.", file=sys.stderr)
+        return 130
+    return run(arguments)
+
+
+def _run_compare(arguments: list[str]) -> int:
+    from sb_lightning.cli.launch import follow_rank_zero
+
+    follow_rank_zero()
+    try:
+        from sb_lightning.cli.compare import run
     except KeyboardInterrupt:
         print("sb: interrupted before anything was measured.", file=sys.stderr)
         return 130
