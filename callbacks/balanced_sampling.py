@@ -212,13 +212,8 @@ class BalancedSampling(Callback):
             raise refused
         for rank, text in enumerate(said):
             if text != FINE:
-                raise RuntimeError(
-                    explain(
-                        f"rank {rank} has refused its sampler ({text})",
-                        "the ranks go on together or not at all",
-                        f"mend what rank {rank} says",
-                    )
-                )
+                # The text has the three parts of an error.
+                raise RuntimeError(f"The ranks go on together or not at all, and rank {rank} refuses: {text}")
 
     def _join(self, trainer: Trainer, pl_module: LightningModule) -> None:
         found = training_loaders(trainer)
