@@ -150,7 +150,7 @@ def test_fp64_runs_on_the_reference():
         ({"max_seqlen": 99}, ValueError, "max_seqlen is 99"),
         ({"cu_seqlens": bounds([301])}, ValueError, "cu_seqlens ends at 301"),
         ({"k": torch.zeros(299, 2, 64)}, ValueError, "k has 299 tokens"),
-        ({"backend": "cuda"}, ValueError, "backend is 'cuda'"),
+        ({"backend": "metal"}, ValueError, "backend is 'metal'"),
     ],
 )
 def test_bad_values_are_named(changed, error, named):
