@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from tiny_run import TinyModule, data_module, fit, make_trainer, write_documents
 
+from sb_lightning.callbacks import ImbalanceMonitor
 from sb_lightning.data import TextDataModule
 from sb_lightning.data import datamodule as module
 from sb_lightning.data.dataset import EvaluationBatchSampler, in_validation
@@ -327,3 +328,24 @@ def test_another_training_with_other_data_needs_no_balanced_sampler(folder):
     module.training_step = lambda batch, batch_idx: module.loss(batch)
     trainer.fit(module, plain)
     assert trainer.current_epoch == 2
+
+
+def test_the_monitor_tells_each_window_s_own_gap_and_predictions(folder):
+    monitor = ImbalanceMonitor(spans=False)
+    seen = {}
+
+    class Watch(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if monitor.window is not None:
+                gap = float(trainer.callback_metrics["balance/plan_gap"])
+                seen[monitor.window.index] = (gap, monitor.window.predicted_ms[0, 0])
+
+    trainer = make_trainer(folder, callbacks=[monitor, Watch()], max_epochs=1)
+    data = data_module(folder)
+    trainer.fit(TinyModule(), data)
+    sampler = trainer.train_dataloader.batch_sampler
+    assert len(seen) == sampler.num_windows == 6
+    for window, (gap, predicted) in seen.items():
+        plan = sampler.plan(0, window)
+        assert gap == pytest.approx(plan.gap, abs=1e-6)
+        assert predicted == pytest.approx(plan.predicted_ms[0][0])
