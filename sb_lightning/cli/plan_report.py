@@ -115,9 +115,7 @@ def draw(sampler: SparsityAwareBatchSampler, explanation: Explanation, descripti
         f"{description.partition(' (')[0]}: {explanation.ranks} ranks x {explanation.accumulate} micro-"
         f"batches, objective {explanation.objective}; times: {explanation.latency}"
     )
-    draw_plans(
-        rows, path, objective=explanation.objective, heading=heading, time_unit=explanation.time_unit
-    )
+    draw_plans(rows, path, objective=explanation.objective, heading=heading, time_unit=explanation.time_unit)
 
 
 def _panel(sampler: SparsityAwareBatchSampler, policy: str, title: str, window: int) -> PlannedWindow:
