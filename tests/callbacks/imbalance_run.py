@@ -13,6 +13,8 @@ from rich.console import Console
 from torch.utils.data import DataLoader, Dataset
 
 from sb_lightning.callbacks import ImbalanceMonitor, TrainingProgress
+from sb_lightning.tracking import recorder_of
+from sb_lightning.tracking.spans import LANES
 
 DATA, FORWARD, BACKWARD, OPTIMIZER, VALIDATION = 1.0, 10.0, 20.0, 0.5, 100.0
 BETWEEN = 3.0
@@ -243,3 +245,26 @@ def planted_fit(folder, plants, count, accumulate=2, manual=False):
         "gathers": WindowSync.of(made).num_gathers,
         "hooks_left": ["start" in vars(made.profiler), len(made.lightning_module._forward_pre_hooks)],
     }
+
+
+AT = {lane: at for at, lane in enumerate(LANES)}
+
+
+def lane(cell, name):
+    return cell.lanes_ms[AT[name]] / 1e3
+
+
+def is_as_found(made):
+    """Nothing of the monitor is left on the Trainer."""
+    loop = made.fit_loop.epoch_loop
+    hooks = [
+        hooks
+        for optimizer in made.optimizers
+        for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    ]
+    return (
+        not {"start", "stop"} & set(vars(made.profiler))
+        and "_broadcast_sigterm_tensor" not in vars(loop)
+        and not any(hooks)
+        and recorder_of(made) is None
+    )

@@ -19,6 +19,8 @@ from imbalance_run import (
     TimedData,
     TimedModule,
     Windows,
+    is_as_found,
+    lane,
     lines,
     monitor,
     timed_fit,
@@ -36,31 +38,8 @@ from sb_lightning.callbacks import ImbalanceMonitor, TrainingProgress, imbalance
 from sb_lightning.callbacks.imbalance_batch import BatchFacts
 from sb_lightning.callbacks.imbalance_measure import RankMeasure
 from sb_lightning.callbacks.imbalance_table import cell_rows, name_sequences
-from sb_lightning.tracking import recorder_of, span
+from sb_lightning.tracking import span
 from sb_lightning.tracking.spans import LANES, HostClock
-
-AT = {lane: at for at, lane in enumerate(LANES)}
-
-
-def lane(cell, name):
-    return cell.lanes_ms[AT[name]] / 1e3
-
-
-def is_as_found(made):
-    """Nothing of the monitor is left on the Trainer."""
-    loop = made.fit_loop.epoch_loop
-    hooks = [
-        hooks
-        for optimizer in made.optimizers
-        for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    ]
-    return (
-        not {"start", "stop"} & set(vars(made.profiler))
-        and "_broadcast_sigterm_tensor" not in vars(loop)
-        and not any(hooks)
-        and recorder_of(made) is None
-    )
-
 
 # One rank, a clock that moves where the test says so.
 

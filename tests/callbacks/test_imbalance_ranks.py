@@ -8,36 +8,12 @@ import pytest
 from imbalance_run import (
     CLOCKS_S,
     SLEEP_S,
+    lane,
     lines,
     planted_fit,
 )
 
 from sb_lightning.callbacks.imbalance_table import name_sequences
-from sb_lightning.tracking import recorder_of
-from sb_lightning.tracking.spans import LANES
-
-AT = {lane: at for at, lane in enumerate(LANES)}
-
-
-def lane(cell, name):
-    return cell.lanes_ms[AT[name]] / 1e3
-
-
-def is_as_found(made):
-    """Nothing of the monitor is left on the Trainer."""
-    loop = made.fit_loop.epoch_loop
-    hooks = [
-        hooks
-        for optimizer in made.optimizers
-        for hooks in (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    ]
-    return (
-        not {"start", "stop"} & set(vars(made.profiler))
-        and "_broadcast_sigterm_tensor" not in vars(loop)
-        and not any(hooks)
-        and recorder_of(made) is None
-    )
-
 
 # Micro-batch -> lane and rank of a sleep; windows are pairs of micro-batches.
 PLANTS = {3: ("forward", 1), 4: ("data", 0), 7: ("backward", 1), 8: ("forward", 0), 10: ("data", 1)}
