@@ -55,6 +55,12 @@ def _table2() -> tuple[Arm, ...]:
         Arm(name="lbb_dst", label="+LBB+DST", policy="length", anchor="mean", paper_speedup=1.28),
         Arm(name="sab_dst_slack", label="+SAB+DST(slack)", policy="latency", anchor="slack"),
         Arm(name="sab_uniform", label="+SAB, uniform k", policy="latency", same_coverage_as="sab_dst"),
+        Arm(
+            name="sab_uniform_slack",
+            label="+SAB, uniform k (slack)",
+            policy="latency",
+            same_coverage_as="sab_dst_slack",
+        ),
     )
 
 
