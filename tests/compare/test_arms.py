@@ -30,6 +30,7 @@ def test_the_ablation_has_the_papers_rows_ours_and_the_control():
         "+LBB+DST": ("length", "mean", None),
         "+SAB+DST(slack)": ("latency", "slack", None),
         "+SAB, uniform k": ("latency", None, "sab_dst"),
+        "+SAB, uniform k (slack)": ("latency", None, "sab_dst_slack"),
     }
 
 
