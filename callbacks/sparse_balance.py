@@ -5,15 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from sb_lightning._messages import explain
 from sb_lightning.balance.window_sync import Stage, SyncPart, WindowSync
 from sb_lightning.callbacks.imbalance_batch import Lengths
 from sb_lightning.callbacks.imbalance_log import log_metrics, logged_step
 from sb_lightning.callbacks.sparse_balance_join import find_bases
 from sb_lightning.callbacks.sparse_balance_run import TuningRun, TuningState
-from sb_lightning.callbacks.sparse_balance_settings import AnchorName, Granularity, Sync, TuningSettings
+from sb_lightning.callbacks.sparse_balance_settings import (
+    AnchorName,
+    Granularity,
+    Sync,
+    TuningSettings,
+    check_switch,
+)
 from sb_lightning.callbacks.sparse_balance_window import WindowOutcome, payload_sizes
 from sb_lightning.latency.table import LatencyModel
 from sb_lightning.tracking.spans import span
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["SparseBalanceCallback"]
 
 NAME = "sparsity"
+FINE = "fine"
 
 
 class SparseBalanceCallback(Callback):
@@ -58,6 +67,8 @@ class SparseBalanceCallback(Callback):
         table: Predicts times: a `LatencyTable`, an `AnalyticCost` or the path of a table. None: the
             sampler's, else counted operations.
         lengths: Returns the tokens of each sequence of a batch; None: look for them.
+        recalibrate: Keep the sampler's table true to what an `ImbalanceMonitor` measures, by length. Then
+            plans follow the clock, and no second run is the same to the last bit.
         enabled: False leaves the training alone.
 
     Raises:
@@ -86,6 +97,7 @@ class SparseBalanceCallback(Callback):
         slack_speed: float = 0.0,
         table: LatencyModel | str | Path | None = None,
         lengths: Lengths | None = None,
+        recalibrate: bool = False,
         enabled: bool = True,
     ) -> None:
         self.settings = TuningSettings(
@@ -99,14 +111,31 @@ class SparseBalanceCallback(Callback):
             warmup_windows=warmup_windows,
             tune_short=tune_short,
             slack_speed=slack_speed,
+            recalibrate=recalibrate,
         )
+        check_switch("enabled", enabled)
+        if lengths is not None and not callable(lengths):
+            raise TypeError(
+                explain(
+                    f"lengths is {lengths!r}",
+                    "it is asked for the tokens of each batch",
+                    "pass a function of the batch as lengths, or leave it out",
+                )
+            )
+        if not isinstance(table, (LatencyModel, str, Path, type(None))):
+            raise TypeError(
+                explain(
+                    f"table is a {type(table).__name__}",
+                    "it predicts the times of micro-batches",
+                    "pass a LatencyTable, an AnalyticCost or the path of a table as table",
+                )
+            )
         self.table = table
         self.lengths = lengths
         self.enabled = enabled
         self.window: WindowOutcome | None = None
         """The last window, of all ranks."""
         self._state = TuningState()
-        self._is_restored = False
         self._run: TuningRun | None = None
         self._part: SyncPart | None = None
         self._sync: WindowSync | None = None
@@ -115,6 +144,12 @@ class SparseBalanceCallback(Callback):
         self._has_warned = False
 
     # Joining and leaving.
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin a new run, perhaps after another one; a checkpoint is read after this."""
+        self._leave()
+        if stage == "fit" and trainer.global_step == 0:
+            self._state = TuningState()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look for the sparse model, before anything is run.
@@ -139,24 +174,41 @@ class SparseBalanceCallback(Callback):
 
         Raises:
             MisconfigurationException: What is asked for is not there; names the setting to change.
-            RuntimeError: On every rank, if their settings or tables differ.
+            ValueError: The table cannot be read, or is of another block size.
+            RuntimeError: On every rank, if their settings or tables differ, or another rank has raised.
         """
         self._leave()
         if not self.enabled:
             return
-        if not self._is_restored and trainer.global_step == 0:
-            # A new run, perhaps after another one.
-            self._state = TuningState()
-        self._is_restored = self._has_warned = False
+        self._has_warned = False
         self._step, self._logged_at = trainer.global_step, logged_step(trainer)
-        run = self._run = TuningRun(trainer, pl_module, self.settings, self.table, self.lengths, self._state)
+        self._sync = WindowSync.of(trainer)
+        run = self._run = self._sync_start(trainer, pl_module)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         self._monitor = next((c for c in callbacks if type(c).__name__ == "ImbalanceMonitor"), None)
         floats, ints = payload_sizes(run.capacity, run.points)
-        self._sync = WindowSync.of(trainer)
         self._part = self._sync.register(NAME, floats=floats, ints=ints, fill=run.fill)
         self._sync.watch("tuning", run.inputs)
         self._sync.sync_inputs()
+
+    def _sync_start(self, trainer: Trainer, pl_module: LightningModule) -> TuningRun:
+        """Start on all ranks or on none: nobody waits for one that has refused, such as a missing file."""
+        assert self._sync is not None
+        run, refused = None, None
+        try:
+            run = TuningRun(trainer, pl_module, self.settings, self.table, self.lengths, self._state)
+        except (MisconfigurationException, ValueError, TypeError, OSError) as error:
+            refused = error
+        said = self._sync.gather_texts(FINE if refused is None else str(refused))
+        if refused is not None:
+            raise refused
+        self._run = run
+        for rank, text in enumerate(said):
+            if text != FINE:
+                # The text has the three parts of an error.
+                raise RuntimeError(f"The ranks go on together or not at all, and rank {rank} refuses: {text}")
+        assert run is not None
+        return run
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Take over a loader that was made anew."""
@@ -194,7 +246,7 @@ class SparseBalanceCallback(Callback):
         Raises:
             ValueError: The state is not one of this release.
         """
-        self._state, self._is_restored = TuningState.load(state_dict), True
+        self._state = TuningState.load(state_dict)
 
     # Micro-batches and windows.
 
@@ -223,7 +275,7 @@ class SparseBalanceCallback(Callback):
                 self._meet(trainer, "window")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End a window that no optimizer step has ended."""
+        """Log a window that no optimizer step has ended: a resumed run starts it anew."""
         if self._run is not None:
             self._run.tuner.end_micro_batch()
             if self._run.tuner.forwards:
@@ -236,7 +288,7 @@ class SparseBalanceCallback(Callback):
         self._step = trainer.global_step
         gathered = self._part.collect(self._step, stage)
         with span(trainer, "tune"):
-            window = self.window = self._run.learn(gathered)
+            window = self.window = self._run.learn(gathered, self._step, is_whole=stage == "window")
         if window is not None:
             always = stage != "window"
             if log_metrics(trainer, window.metrics(), since=self._logged_at, always=always):

@@ -32,7 +32,7 @@ def attach(root: nn.Module, base: Any, tuner: Any) -> Callable[[], None]:
         What undoes this.
 
     Raises:
-        MisconfigurationException: The LightningModule itself is compiled.
+        MisconfigurationException: The LightningModule itself is compiled, or a module that hands nothing on.
     """
     if getattr(root, "_compiler_ctx", None) is not None:
         raise MisconfigurationException(
@@ -42,11 +42,12 @@ def attach(root: nn.Module, base: Any, tuner: Any) -> Callable[[], None]:
                 "compile the model inside it, such as self.model.compile() in configure_model()",
             )
         )
-    undo = [lambda: vars(base).pop(TUNER, None)]
-    setattr(base, TUNER, tuner)
+    undo: list[Callable[[], Any]] = []
     outer = next((m for m in root.modules() if _is_compiled(m) and _holds(m, base)), None)
     if outer is not None:
         undo.append(_give(outer, base))
+    undo.append(lambda: vars(base).pop(TUNER, None))
+    setattr(base, TUNER, tuner)
 
     def leave() -> None:
         while undo:
@@ -58,7 +59,17 @@ def attach(root: nn.Module, base: Any, tuner: Any) -> Callable[[], None]:
 def _give(outer: nn.Module, base: Any) -> Callable[[], Any]:
     """Add the target to the arguments that a compiled module is called with."""
     inner = getattr(outer, "_orig_mod", outer)
-    hook = SequenceBoundsHook(tuple(inspect.signature(inner.forward).parameters))
+    parameters = inspect.signature(inner.forward).parameters
+    if all(p.kind is not p.VAR_KEYWORD and p.name != "sb_target" for p in parameters.values()):
+        raise MisconfigurationException(
+            explain(
+                f"{type(inner).__name__} is compiled, and its forward takes no further keyword arguments",
+                "a step's budgets are decided by what is made outside of the graph, and it hands nothing on",
+                "compile the Hugging Face model inside it, or let its forward take **kwargs and pass them to "
+                "that model",
+            )
+        )
+    hook = SequenceBoundsHook(tuple(parameters))
     if inner is not outer:
         return outer.register_forward_pre_hook(
             lambda _, args, kwargs: hook(base, args, kwargs), with_kwargs=True

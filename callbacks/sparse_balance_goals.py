@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sb_lightning._messages import explain
 from sb_lightning.balance import SparsityAwareBatchSampler, WindowPlan, WindowSync
+from sb_lightning.callbacks.imbalance_batch import Lengths
 from sb_lightning.callbacks.sparse_balance_settings import TuningSettings
 from sb_lightning.callbacks.windows import length_source
 from sb_lightning.tuning.anchors import Anchor, anchor_latency
@@ -21,6 +22,7 @@ from sb_lightning.tuning.window_targets import CellGoal, Prices, anchor_of
 
 if TYPE_CHECKING:
     from sb_lightning.callbacks.sparse_balance_window import WindowOutcome
+    from sb_lightning.latency.table import LatencyModel
 
 __all__ = ["EmaGoals", "Goals", "PlanGoals", "SlotGoals"]
 
@@ -58,6 +60,7 @@ class PlanGoals:
         k0: Budget when nothing is tuned.
         prices: Returns the predicted times as they were known at a version of the sampler's store.
         block_size: Keys per block.
+        num_windows: Returns how many windows of the run are over.
     """
 
     ema_us = None
@@ -69,8 +72,12 @@ class PlanGoals:
         k0: int,
         prices: Callable[[int], Prices],
         block_size: int,
+        num_windows: Callable[[], int],
     ) -> None:
         self._block_size = block_size
+        self._num_windows = num_windows
+        self.cells: list[list[list[int]]] = []
+        """Lengths of the window's sequences, by rank and micro-batch."""
         self._sampler = sampler
         self._settings = settings
         self._k0 = k0
@@ -91,6 +98,11 @@ class PlanGoals:
             self._key = key
         return self._goals[micro_batch]
 
+    @property
+    def table(self) -> LatencyModel:
+        """What the plans are made by."""
+        return self._sampler.costs.table
+
     def learn(self, outcome: WindowOutcome) -> None:
         """Nothing: each window's plan says it all."""
 
@@ -105,13 +117,13 @@ class PlanGoals:
         lengths = sampler.lengths[members] if cut is None else np.minimum(sampler.lengths[members], cut)
         number = sampler.window_number(epoch, window)
         self.prices = prices = self._prices(number - sampler.lag)
-        cells = [[lengths[list(cell)].tolist() for cell in row] for row in plan.cells]
+        self.cells = cells = [[lengths[list(cell)].tolist() for cell in row] for row in plan.cells]
         times = [[prices.cell_us(cell, self._k0) for cell in row] for row in cells]
         rank = sampler.rank
         taus: list[int | None] = [None] * len(cells[rank])
         budgets: list[tuple[int, ...]] = [()] * len(cells[rank])
         self._taus = []
-        if number >= settings.warmup_windows:
+        if self._num_windows() >= settings.warmup_windows:
             anchor = "mean" if settings.anchor == "slack" else settings.anchor
             tau = anchor_latency([time for row in times for time in row], anchor)
             taus, self._taus = [tau] * len(taus), [tau]
@@ -178,14 +190,18 @@ class EmaGoals:
 
     Args:
         settings: How to tune.
+        lengths: Returns the tokens of each sequence of a batch; None: look for them.
         ema_us: What an earlier part of the run has learnt.
         num_windows: Windows of the run so far.
     """
 
     prices = None
 
-    def __init__(self, settings: TuningSettings, ema_us: float | None, num_windows: int) -> None:
+    def __init__(
+        self, settings: TuningSettings, lengths: Lengths | None, ema_us: float | None, num_windows: int
+    ) -> None:
         self._settings = settings
+        self._lengths = lengths
         self.ema_us = ema_us
         self._num_windows = num_windows
 
@@ -193,7 +209,7 @@ class EmaGoals:
         """Return the goal of the micro-batch that begins."""
         is_cold = self.ema_us is None or self._num_windows < self._settings.warmup_windows
         tau = None if is_cold or self.ema_us is None else int(self.ema_us + 0.5)
-        return _goal(tau, batch)
+        return _goal(tau, batch, self._lengths)
 
     def learn(self, outcome: WindowOutcome) -> None:
         """Take in a window that is over, on every rank alike."""
@@ -228,7 +244,7 @@ class SlotGoals:
         sync: WindowSync,
         prices: Prices,
         k0: int,
-        lengths: Callable[[Any], Any] | None,
+        lengths: Lengths | None,
         num_windows: int,
     ) -> None:
         self._settings = settings
@@ -243,9 +259,8 @@ class SlotGoals:
         assert self.prices is not None
         lengths = self._tokens(batch)
         tau = self.sync_anchor(self.prices.cell_us(lengths, self._k0), batch_idx)
-        if self._num_windows < self._settings.warmup_windows:
-            return _goal(None, batch)
-        return _goal(tau, batch)
+        is_cold = self._num_windows < self._settings.warmup_windows
+        return _goal(None if is_cold else tau, batch, self._lengths)
 
     def sync_anchor(self, time_us: int, batch_idx: int) -> int:
         """Return the anchor of the slot: 32 bytes from each rank.
@@ -275,8 +290,7 @@ class SlotGoals:
 
     def _tokens(self, batch: Any) -> list[int]:
         if self._lengths is not None:
-            found = self._lengths(batch)
-            return [int(n) for n in (found.tolist() if hasattr(found, "tolist") else found)]
+            return _tokens(self._lengths, batch)
         source = length_source(batch)
         if source is None:
             raise ValueError(
@@ -289,10 +303,21 @@ class SlotGoals:
         return source()
 
 
-def _goal(tau_us: int | None, batch: Any) -> CellGoal:
+def _goal(tau_us: int | None, batch: Any, lengths: Lengths | None) -> CellGoal:
     """Return a goal with the numbers and lengths of a batch's sequences, where reading them is free."""
-    ids = batch.get("sequence_ids") if isinstance(batch, Mapping) else None
-    source = length_source(batch)
-    if not isinstance(ids, Tensor) or ids.device.type != "cpu" or ids.is_floating_point() or source is None:
-        return CellGoal(tau_us=tau_us)
-    return CellGoal(tau_us=tau_us, ids=tuple(map(int, ids.flatten().tolist())), lengths=tuple(source()))
+    fields: Mapping[Any, Any] = batch if isinstance(batch, Mapping) else {}
+    ids, source = fields.get("sequence_ids"), length_source(batch)
+    is_free = not any(isinstance(field, Tensor) and field.device.type != "cpu" for field in fields.values())
+    is_named = isinstance(ids, Tensor) and ids.device.type == "cpu" and not ids.is_floating_point()
+    known: Sequence[int] = ()
+    if lengths is not None:
+        known = _tokens(lengths, batch)
+    elif is_named and is_free and source is not None:
+        known = source()
+    named: Sequence[int] = ids.flatten().tolist() if is_named and known else ()  # type: ignore[union-attr]
+    return CellGoal(tau_us=tau_us, ids=tuple(named), lengths=tuple(known))
+
+
+def _tokens(lengths: Lengths, batch: Any) -> list[int]:
+    found: Any = lengths(batch)
+    return [int(n) for n in (found.tolist() if hasattr(found, "tolist") else found)]

@@ -20,7 +20,8 @@ from sb_lightning.callbacks.imbalance_batch import Lengths
 from sb_lightning.callbacks.sparse_balance_attach import attach
 from sb_lightning.callbacks.sparse_balance_forward import ForwardTuner
 from sb_lightning.callbacks.sparse_balance_goals import EmaGoals, Goals, PlanGoals, SlotGoals
-from sb_lightning.callbacks.sparse_balance_join import find_bases, find_sampler, find_table
+from sb_lightning.callbacks.sparse_balance_join import find_bases, find_monitor, find_sampler, find_table
+from sb_lightning.callbacks.sparse_balance_recalibration import Recalibration
 from sb_lightning.callbacks.sparse_balance_settings import TuningSettings
 from sb_lightning.callbacks.sparse_balance_window import WindowOutcome, decode_window, encode_window
 from sb_lightning.latency.table import LatencyModel
@@ -48,6 +49,8 @@ class TuningState:
     num_windows: int = 0
     ema_us: float | None = None
     """Moving average of the anchor."""
+    ema_of: str | None = None
+    """What it is an average of: another anchor, k0 or table begins another."""
     store: BudgetStore | None = None
     """Where no sampler has one."""
 
@@ -57,6 +60,7 @@ class TuningState:
             "version": STATE_VERSION,
             "windows": self.num_windows,
             "ema_us": self.ema_us,
+            "ema_of": self.ema_of,
             "store": None if self.store is None else self.store.state_dict(),
         }
 
@@ -79,7 +83,9 @@ class TuningState:
         if state["store"] is not None:
             store = BudgetStore()
             store.load_state_dict(state["store"])
-        return cls(num_windows=int(state["windows"]), ema_us=state["ema_us"], store=store)
+        return cls(
+            num_windows=int(state["windows"]), ema_us=state["ema_us"], ema_of=state.get("ema_of"), store=store
+        )
 
 
 class TuningRun:
@@ -112,21 +118,27 @@ class TuningRun:
         self._lengths = lengths
         self._given_table = table
         self._number = 0
+        self._recalibration: Recalibration | None = None
         self._own_s = 0.0
         self._goals: Goals
         bases = find_bases(pl_module)
         self._base = bases[0]
         self.sampler = find_sampler(trainer, pl_module)
-        self._table = find_table(table, self.sampler, self._base)
+        self._use_table(trainer)
         around = functools.partial(span, trainer, "tune")
         self.tuner = ForwardTuner(settings, Prices.of(self._table), around)
         self.k0 = self.tuner.budget(self._base)
+        self._join_monitor(trainer)
         self.capacity = self._capacity(trainer, pl_module)
         self.points = len(CURVE_BUDGETS) if settings.needs_curves else 0
         self._join(trainer)
         self._undo: list[Callable[[], None]] = []
-        for base in bases:
-            self._undo.append(attach(pl_module, base, self.tuner))
+        try:
+            for base in bases:
+                self._undo.append(attach(pl_module, base, self.tuner))
+        except MisconfigurationException:
+            self.leave()
+            raise
 
     def leave(self) -> None:
         """Leave the models as they were."""
@@ -138,8 +150,19 @@ class TuningRun:
         sampler = find_sampler(trainer, pl_module)
         if sampler is not self.sampler:
             self.sampler = sampler
-            self._table = find_table(self._given_table, sampler, self._base)
+            if self._given_table is None:
+                self._use_table(trainer)
+                self.tuner.prices = Prices.of(self._table)
             self._join(trainer)
+
+    def _use_table(self, trainer: Trainer) -> None:
+        self._table = find_table(self._given_table, self.sampler, self._base, trainer)
+        content = repr(self._table.measurements).encode()
+        self._table_digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+
+    def _join_monitor(self, trainer: Trainer) -> None:
+        if self.settings.recalibrate:
+            self._recalibration = Recalibration(find_monitor(trainer))
 
     def _capacity(self, trainer: Trainer, pl_module: LightningModule) -> int:
         """Return how many sequences of a window a rank can tell the others of."""
@@ -153,14 +176,15 @@ class TuningRun:
     def _join(self, trainer: Trainer) -> None:
         settings, sampler, k0 = self.settings, self.sampler, self.k0
         sync = settings.sync or ("plan" if sampler is not None else "ema")
-        if sampler is None and (sync == "plan" or settings.anchor == "slack"):
-            what = "sync is 'plan'" if sync == "plan" else "anchor is 'slack'"
+        if sampler is None and (sync == "plan" or settings.anchor == "slack" or settings.recalibrate):
+            what = "recalibrate is true" if settings.recalibrate else "anchor is 'slack'"
+            what = "sync is 'plan'" if sync == "plan" else what
             raise MisconfigurationException(
                 explain(
                     f"{what}, and the training loader has no SparsityAwareBatchSampler",
                     "only that sampler knows the window before it runs",
                     "return a sb_lightning.balance.BalancedDataLoader from train_dataloader(), or set sync: "
-                    "ema and another anchor",
+                    "ema, another anchor and recalibrate: false",
                 )
             )
         if sampler is not None and sampler.costs.budget != k0:
@@ -173,12 +197,22 @@ class TuningRun:
         self.tuner.curve = lambda length: store.curve(store.version, length)
         state = self.state
         if sampler is not None and sync == "plan":
-            self._goals = PlanGoals(sampler, settings, k0, self._prices, self._base.sb_settings.block_size)
+            self._goals = PlanGoals(
+                sampler,
+                settings,
+                k0,
+                self._prices,
+                self._base.sb_settings.block_size,
+                num_windows=lambda: state.num_windows,
+            )
         elif sync == "slot":
             meeting, prices = WindowSync.of(trainer), Prices.of(self._table)
             self._goals = SlotGoals(settings, meeting, prices, k0, self._lengths, state.num_windows)
         else:
-            self._goals = EmaGoals(settings, state.ema_us, state.num_windows)
+            name = f"{settings.anchor} at {k0} by {self._table_digest}"
+            if name != state.ema_of:
+                state.ema_us, state.ema_of = None, name
+            self._goals = EmaGoals(settings, self._lengths, state.ema_us, state.num_windows)
 
     def _prices(self, version: int) -> Prices:
         """Return the predicted times as they were known at a version of the sampler's store."""
@@ -226,10 +260,23 @@ class TuningRun:
         own_s, self._own_s = self._own_s, 0.0
         return encode_window(outcomes, capacity=self.capacity, points=self.points, tune_ms=1e3 * own_s)
 
-    def learn(self, gathered: Gathered) -> WindowOutcome | None:
-        """Take in a window that is over, on every rank alike; None if nothing was tuned in it."""
+    def learn(self, gathered: Gathered, step: int, is_whole: bool = True) -> WindowOutcome | None:
+        """Take in a window that is over, on every rank alike; None if nothing was tuned in it.
+
+        Args:
+            gathered: What `fill` has returned on all ranks.
+            step: Optimizer steps done.
+            is_whole: Whether an optimizer step has ended it. A resumed run starts another anew, so nothing
+                is learnt from that one.
+        """
         start = time.perf_counter()
         window = decode_window(gathered, capacity=self.capacity, points=self.points)
+        if is_whole:
+            self._take_in(window, step)
+        self._own_s += time.perf_counter() - start
+        return window
+
+    def _take_in(self, window: WindowOutcome | None, step: int) -> None:
         self.state.num_windows += 1
         if window is not None:
             self._goals.learn(window)
@@ -244,8 +291,10 @@ class TuningRun:
                     curves=window.curves if self.points else None,
                     weights=window.rows if self.points else None,
                 )
-        self._own_s += time.perf_counter() - start
-        return window
+                if self._recalibration is not None and isinstance(self._goals, PlanGoals):
+                    # Into the version that is new: no rank has planned by it yet.
+                    self._recalibration.note(step, window, self._goals.cells)
+                    self._recalibration.learn(self.store, self._goals.table)
 
     def inputs(self) -> dict[str, Any]:
         """Return what all ranks must agree on to tune alike, for `WindowSync`."""
@@ -259,8 +308,3 @@ class TuningRun:
             "windows": self.state.num_windows,
             **self._goals.inputs(),
         }
-
-    @functools.cached_property
-    def _table_digest(self) -> str:
-        content = repr(self._table.measurements).encode()
-        return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from sb_lightning._messages import explain
 
-__all__ = ["AnchorName", "Granularity", "Sync", "TuningSettings"]
+__all__ = ["AnchorName", "Granularity", "Sync", "TuningSettings", "check_switch"]
 
 AnchorName = Literal["min", "mean", "max", "slack"]
 Granularity = Literal["layer", "step"]
@@ -40,6 +40,8 @@ class TuningSettings:
     """Also cut sequences that k0 covers whole."""
     slack_speed: float = 0.0
     """With `anchor: slack`, how far the window's time is lowered towards the least reachable."""
+    recalibrate: bool = False
+    """Whether the sampler's table is kept true to measured times. Off: runs would depend on the clock."""
 
     def __post_init__(self) -> None:
         """Check every value, and what does not go together."""
@@ -51,6 +53,8 @@ class TuningSettings:
         _share("slack_speed", self.slack_speed, "0 keeps the time of 'mean', 1 is the least reachable")
         _count("min_budget", self.min_budget, 1)
         _count("warmup_windows", self.warmup_windows, 0)
+        for name in ("tune_short", "recalibrate"):
+            check_switch(name, getattr(self, name))
         for name in ("base_budget", "max_budget"):
             if getattr(self, name) is not None:
                 _count(name, getattr(self, name), 1)
@@ -69,6 +73,14 @@ class TuningSettings:
                     f"anchor is 'slack' and sync '{self.sync}'",
                     "slack is what a plan of the whole window leaves over",
                     "set sync: plan and use a SparsityAwareBatchSampler, or choose another anchor",
+                )
+            )
+        if self.recalibrate and self.sync in ("ema", "slot"):
+            raise ValueError(
+                explain(
+                    f"recalibrate is true and sync '{self.sync}'",
+                    "measured times are compared with those of a plan",
+                    "set sync: plan and use a SparsityAwareBatchSampler, or recalibrate: false",
                 )
             )
         if self.anchor != "slack" and self.slack_speed:
@@ -103,6 +115,12 @@ class TuningSettings:
     def needs_curves(self) -> bool:
         """Whether budgets are chosen before the forward, from coverage that was learnt."""
         return self.anchor == "slack" or self.granularity == "step"
+
+
+def check_switch(name: str, value: Any) -> None:
+    """Refuse what is neither True nor False."""
+    if not isinstance(value, bool):
+        raise TypeError(explain(f"{name} is {value!r}", "it is on or off", f"pass True or False as {name}"))
 
 
 def _choice(name: str, value: Any, choices: Sequence[str]) -> None:

@@ -62,6 +62,10 @@ class WindowOutcome:
     """Weight of each sequence's coverage; nothing where curves are not learnt # [n] or [0]"""
     curves: Floats
     """Coverage curve of each sequence; NaN where it was not measured # [n, points]"""
+    named: list[int]
+    """Those of each rank."""
+    forwards: list[int]
+    """Micro-batches of each rank."""
     ranks: int
 
     def metrics(self) -> dict[str, float]:
@@ -153,6 +157,8 @@ def decode_window(gathered: Gathered, *, capacity: int, points: int) -> WindowOu
         budgets=budgets,
         rows=np.concatenate(rows) if rows else np.zeros(0),
         curves=np.concatenate(curves) if curves else np.zeros((0, points)),
+        named=named,
+        forwards=ints[:, 1].tolist(),
         ranks=len(ints),
     )
 

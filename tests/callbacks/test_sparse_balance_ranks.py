@@ -34,9 +34,13 @@ def train(folder, settings, options=None):
 
 def disagree(folder, settings):
     import torch.distributed as dist
+    from sparse_run import COST, AnalyticCost
 
+    own = dict(settings[dist.get_rank()])
+    if "table" in own:
+        own["table"] = AnalyticCost(COST.shape)
     try:
-        train(folder, settings[dist.get_rank()])
+        train(folder, own)
     except RuntimeError as error:
         return str(error)
     return None
@@ -94,11 +98,28 @@ def test_gradients_are_the_same_with_checkpointing_on_two_ranks(pair, gloo_pool,
     [
         ([{"tolerance": 0.3}, {"tolerance": 0.2}], "tuning.tolerance is 0.3 on rank 0 and 0.2 on rank 1"),
         ([{}, {"max_budget": 8}], "tuning.max_budget is None on rank 0 and 8 on rank 1"),
+        ([{}, {"table": "other"}], "tuning.table is "),
     ],
 )
 def test_ranks_that_disagree_all_raise(gloo_pool, tmp_path, settings, named):
     messages = gloo_pool.run(disagree, tmp_path, settings)
     assert all(named in message for message in messages), messages
+
+
+def refuse(folder):
+    import torch.distributed as dist
+
+    try:
+        train(folder, {"table": None if dist.get_rank() == 0 else folder / "none.json"})
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def test_a_file_that_one_rank_lacks_stops_them_all(gloo_pool, tmp_path):
+    first, second = gloo_pool.run(refuse, tmp_path)
+    assert first == f"The ranks go on together or not at all, and rank 1 refuses: {second}"
+    assert "there is no such file" in second
 
 
 @pytest.mark.parametrize(
