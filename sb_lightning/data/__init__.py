@@ -4,6 +4,7 @@ from sb_lightning.data.collator import IGNORED_LABEL, pack_sequences
 from sb_lightning.data.corpus import Corpus, Document
 from sb_lightning.data.datamodule import TextDataModule
 from sb_lightning.data.dataset import TokenDataset
+from sb_lightning.data.foreign_loader import balance_loader
 from sb_lightning.data.index import TokenIndex
 from sb_lightning.data.tokenizer import TextTokenizer, load_tokenizer
 
@@ -15,6 +16,7 @@ __all__ = [
     "TextTokenizer",
     "TokenDataset",
     "TokenIndex",
+    "balance_loader",
     "load_tokenizer",
     "pack_sequences",
 ]
