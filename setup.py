@@ -4,14 +4,14 @@
 build for each Python. Environment: `SB_BUILD_EXT=0` installs pure Python, where only the reference backend
 works and the latency table is slow; `CXX` names the compiler. `SB_BUILD_CUDA` says whether the CUDA kernels
 are built into `_attention`: `auto` (where torch itself has CUDA and nvcc is there), `0`, or `1` (always, on a
-torch without CUDA too, where they are compiled, linked and imported but cannot run); `NVCC` names nvcc.
+torch without CUDA too, where they are compiled, linked and imported but cannot run); `NVCC` names nvcc, else
+it is that on PATH, else that of the wheels in requirements/nvcc.txt.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import re
 import shlex
 import shutil
 import subprocess
@@ -23,11 +23,17 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "csrc"))
+
+from cuda_build import Nvcc, compile_kernels, find_nvcc, runtime_folders  # noqa: E402
+
 ATTENTION = Path("csrc/attention")
 # What `_attention` shares with `_core`: headers.
 TUNING = Path("csrc/tuning")
 # Sources of `_core`, beside its bindings.
 CORE = [Path("csrc/core"), Path("csrc/balance"), Path("csrc/latency"), TUNING]
+# Kept: `make cuda-compile` finds here what an installation has compiled, and the other way round.
+CUDA_OBJECTS = ROOT / "build" / "cuda"
 # One source, compiled once per instruction set; the binding picks one at run time.
 ISA_FLAGS = {
     "baseline": [],
@@ -89,21 +95,9 @@ def isa_objects(out: Path) -> list[str]:
         return list(pool.map(compile_one, ISA_FLAGS))
 
 
-# sm_86 and sm_89 run the code for sm_80; the PTX is compiled by the driver of a later GPU.
-CUDA_FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-Icsrc",
-    "-Xcompiler=-fPIC,-fvisibility=hidden",
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90,code=sm_90",
-    "-gencode=arch=compute_90,code=compute_90",
-]
-
-
-def nvcc_to_use() -> str | None:
-    """Return nvcc's path where the CUDA kernels are to be built, else None; stop where they cannot be."""
-    wanted = os.environ.get("SB_BUILD_CUDA", "auto")
+def nvcc_to_use() -> Nvcc | None:
+    """Return nvcc where the CUDA kernels are to be built, else None; stop where they cannot be."""
+    wanted = os.environ.get("SB_BUILD_CUDA") or "auto"
     if wanted not in ("auto", "0", "1"):
         raise SystemExit(
             message(
@@ -117,58 +111,56 @@ def nvcc_to_use() -> str | None:
     torch_cuda = torch.version.cuda
     if wanted == "0" or (wanted == "auto" and torch_cuda is None):
         return None
-    nvcc = shutil.which(os.environ.get("NVCC", "nvcc"))
+    nvcc = find_nvcc()
     if nvcc is None:
+        named = os.environ.get("NVCC")
         text = message(
-            "nvcc is not on PATH",
+            f"NVCC is '{named}', which is no program"
+            if named
+            else "nvcc is not on PATH and in no wheel here",
             "it compiles the CUDA kernels",
-            "install the CUDA toolkit or point NVCC at its compiler; SB_BUILD_CUDA=0 builds without them",
+            "install the CUDA toolkit or its compiler (pip install --no-deps -r requirements/nvcc.txt), "
+            "or point NVCC at it; SB_BUILD_CUDA=0 builds without the CUDA kernels",
         )
         if wanted == "1":
             raise SystemExit(text)
         print(text, file=sys.stderr)
         return None
-    told = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
-    found = re.search(r"release ([0-9]+)\.([0-9]+)", told)
-    release = ".".join(found.groups()) if found else "unknown"
-    if torch_cuda is not None and torch_cuda.split(".")[0] != release.split(".")[0]:
+    if torch_cuda is not None and torch_cuda.split(".")[0] != nvcc.release.split(".")[0]:
         raise SystemExit(
             message(
-                f"nvcc is of CUDA {release} and torch {torch.__version__} was built with CUDA {torch_cuda}",
+                f"nvcc ({nvcc.path}) is of CUDA {nvcc.release} and torch {torch.__version__} was built with "
+                f"CUDA {torch_cuda}",
                 "kernels of another major version may not run on the driver that torch needs",
                 f"install the toolkit of CUDA {torch_cuda.split('.')[0]} and point NVCC at its nvcc, or "
                 "build without CUDA kernels: SB_BUILD_CUDA=0",
             )
         )
+    if not runtime_folders(nvcc):
+        raise SystemExit(
+            message(
+                f"the static CUDA runtime (libcudart_static.a) is not beside nvcc ({nvcc.path})",
+                "the CUDA kernels are linked with it",
+                f"install the development files of the runtime of CUDA {nvcc.release}, or its wheel: "
+                "pip install --no-deps -r requirements/nvcc.txt; SB_BUILD_CUDA=0 builds without the kernels",
+            )
+        )
     return nvcc
 
 
-def cuda_objects(nvcc: str, out: Path) -> list[str]:
+def cuda_objects(nvcc: Nvcc) -> list[str]:
     """Compile the CUDA kernels and return the object files."""
-    out.mkdir(parents=True, exist_ok=True)
-    folder = ATTENTION / "cuda"
-    newest = max(
-        path.stat().st_mtime
-        for path in [*ATTENTION.rglob("*.h"), *folder.glob("*.cuh"), *folder.glob("*.cu"), Path("setup.py")]
-    )
-
-    def compile_one(source: Path) -> str:
-        target = out / f"{source.stem}.o"
-        if not target.exists() or target.stat().st_mtime < newest:
-            part = target.with_suffix(f".{os.getpid()}.tmp")
-            subprocess.run([nvcc, *CUDA_FLAGS, "-c", str(source), "-o", str(part)], check=True)
-            part.replace(target)
-        return str(target)
-
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return list(pool.map(compile_one, sorted(folder.glob("*.cu"))))
-
-
-def cuda_libraries(nvcc: str) -> list[str]:
-    """Return the folders that hold the static CUDA runtime: what nvcc itself would link with."""
-    plan = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
-    told = subprocess.run(plan, capture_output=True, text=True).stderr
-    return [str(Path(folder).resolve()) for folder in re.findall(r'"-L([^"]+)"', told)]
+    try:
+        return [str(one.target) for one in compile_kernels(nvcc, CUDA_OBJECTS)]
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(
+            message(
+                f"nvcc ({nvcc.path}, CUDA {nvcc.release}) does not compile {error.cmd[-3]}",
+                f"the CUDA kernels are part of the extension; it says: {error.stderr.strip()[-2000:]}",
+                "use another release of the CUDA toolkit (13.0 is tested), or build without CUDA kernels: "
+                "SB_BUILD_CUDA=0",
+            )
+        ) from None
 
 
 def extension_and_command() -> tuple[list, type]:
@@ -217,8 +209,8 @@ def extension_and_command() -> tuple[list, type]:
 
     nvcc = nvcc_to_use()
     if nvcc is not None:
-        module.sources.append(str(ATTENTION / "cuda" / "bindings.cpp"))
-        module.library_dirs += cuda_libraries(nvcc)
+        module.sources += sorted(str(path) for path in (ATTENTION / "cuda").glob("*.cpp"))
+        module.library_dirs += runtime_folders(nvcc)
         module.libraries += ["cudart_static", "rt", "pthread", "dl"]
     has_ninja = shutil.which("ninja") is not None or _has_ninja_module()
 
@@ -239,7 +231,7 @@ def extension_and_command() -> tuple[list, type]:
                 )
             module.extra_objects = isa_objects(Path(self.build_temp) / "isa")
             if nvcc is not None:
-                module.extra_objects += cuda_objects(nvcc, Path(self.build_temp) / "cuda")
+                module.extra_objects += cuda_objects(nvcc)
             super().build_extensions()
 
     return [module, core_extension()], BuildAttention

@@ -2,7 +2,9 @@
 
 python benchmarks/cuda_kernels.py                      # compile; spills and warnings are errors
 python benchmarks/cuda_kernels.py --write              # and write benchmarks/results/cuda_kernels.md
-python benchmarks/cuda_kernels.py --arch sm_90a        # one architecture only
+
+What has not changed since is not compiled again; the objects are those that SB_BUILD_CUDA=1 links. Threads
+and shared memory are read off the launches in csrc/attention/cuda/*.cu: a new kernel needs no word here.
 """
 
 from __future__ import annotations
@@ -10,68 +12,38 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = ROOT / "csrc" / "attention" / "cuda"
+sys.path.insert(0, str(ROOT / "csrc"))
+
+from cuda_build import ARCHITECTURES, KERNELS, Compiled, compile_kernels, find_nvcc  # noqa: E402
+
 PAGE = ROOT / "benchmarks" / "results" / "cuda_kernels.md"
-FLAGS = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", "-Werror", "all-warnings"]
-FLAGS += ["-Xptxas", "-v", "-Xptxas", "-warn-spills", "-Xptxas", "-Werror"]
+REASONS = ROOT / "docs" / "cuda_kernels.md"
+DTYPES, HEAD_DIMS = ("Bf16", "Fp16"), (32, 64, 128)
+# What a launch depends on besides dtype and head_dim.
+EXAMPLE = {"tile_rows": "512L", "num_blocks": "128L", "stride": "136L", "in_shared": "true"}
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """Limits of a multiprocessor (CUDA C++ Programming Guide, table of compute capabilities)."""
+class Multiprocessor:
+    """Limits (CUDA C++ Programming Guide, table of compute capabilities)."""
 
     shared: int  # bytes
-    shared_per_block: int
     threads: int
     blocks: int
 
 
-ARCHITECTURES = {
-    "sm_80": Architecture(164 * 1024, 163 * 1024, 2048, 32),
-    "sm_90a": Architecture(228 * 1024, 227 * 1024, 2048, 32),
-    "sm_120": Architecture(100 * 1024, 99 * 1024, 1536, 24),
+MULTIPROCESSORS = {
+    "sm_80": Multiprocessor(164 * 1024, 2048, 32),
+    "sm_90a": Multiprocessor(228 * 1024, 2048, 32),
+    "sm_120": Multiprocessor(100 * 1024, 1536, 24),
 }
-
-# Threads and shared memory as the launches have them: head_dim, then the largest tile of rows.
-SIZES = """
-#include <cstdio>
-#include "attention/cuda/backward.cuh"
-#include "attention/cuda/index.cuh"
-#include "attention/cuda/layout.cuh"
-#include "attention/cuda/pool.cuh"
-#include "attention/cuda/query_gradient.cuh"
-#include "attention/cuda/select.cuh"
-using namespace sb::cuda;
-template <int D> void Print() {
-  std::printf("ForwardKernel %d %d %ld\\n", D, kSweepThreads, (long)ForwardShape<D>::Shared(512));
-  std::printf("KeyGradientKernel %d %d %d\\n", D, kBackwardThreads, BackwardShape<D>::kShared);
-  std::printf("QueryGradientKernel %d %d %d\\n", D, kSweepThreads, QueryGradientShape<D>::kShared);
-  std::printf("SelectKernel %d %d %ld\\n", D, kSelectThreads, (long)SelectShape<Bf16, D>::Shared(136, true));
-  std::printf("PoolKernel %d %d %d\\n", D, kPoolThreads, kPoolShared);
-  std::printf("DeltaKernel %d %d 0\\n", D, kDeltaThreads);
-}
-int main() {
-  Print<32>();
-  Print<64>();
-  Print<128>();
-  std::printf("SumKernel 0 256 0\\n");
-  std::printf("LayoutKernel 0 %d %d\\n", kScanThreads, kScanWarps * 8);
-  std::printf("ScanKernel 0 %d %d\\n", kScanThreads, kScanWarps * 8);
-  std::printf("CountKernel 0 %d %d\\n", kIndexThreads, kCountShared);
-  std::printf("CellKernel 0 %d 0\\n", kIndexThreads);
-  std::printf("PlaceKernel 0 %d %d\\n", kIndexThreads, kPlaceShared);
-  std::printf("FillKernel 0 %d 0\\n", kIndexThreads);
-}
-"""
 
 
 @dataclass(frozen=True)
@@ -79,47 +51,92 @@ class Kernel:
     """What ptxas says of a kernel."""
 
     name: str
+    arch: str
     registers: int
-    spilled: int  # bytes
 
 
-def compile_one(nvcc: str, source: Path, arch: str, folder: Path) -> list[Kernel]:
-    cubin = folder / f"{source.stem}.{arch}.cubin"
-    command = [nvcc, *FLAGS, f"-arch={arch}", "-cubin", str(source), "-o", str(cubin)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if re.search("error|warning|spill", line)]
-        raise SystemExit(f"{source.name} for {arch} does not compile cleanly:\n" + "\n".join(lines[:20]))
-    return parse(subprocess.run(["c++filt"], input=done.stderr, capture_output=True, text=True).stdout)
+@dataclass(frozen=True)
+class Launch:
+    """How a source launches a kernel, in C++."""
+
+    name: str
+    threads: str
+    shared: str
+    aliases: tuple[str, ...]
 
 
-def parse(text: str) -> list[Kernel]:
-    kernels, name, spilled = [], "", 0
-    for line in text.splitlines():
-        if found := re.search(r"Compiling entry function '(?:void )?(.*?)\(", line):
-            name = found[1].replace("sb::cuda::", "")
-        elif found := re.search(r"(\d+) bytes spill stores", line):
-            spilled = int(found[1])
+def parse(compiled: Compiled) -> list[Kernel]:
+    """Return the kernels of all architectures that a log of ptxas tells of."""
+    log = subprocess.run(["c++filt"], input=compiled.log, capture_output=True, text=True, check=True).stdout
+    kernels, name, arch = [], "", ""
+    for line in log.splitlines():
+        if found := re.search(r"Compiling entry function '(?:void )?(.*?)\(.*' for '(\w+)'", line):
+            name, arch = found[1].replace("sb::cuda::", ""), found[2]
         elif found := re.search(r"Used (\d+) registers", line):
-            kernels.append(Kernel(name, int(found[1]), spilled))
+            kernels.append(Kernel(name, arch, int(found[1])))
     return kernels
 
 
-def launch_sizes(folder: Path) -> dict[tuple[str, int], tuple[int, int]]:
-    """Return threads and bytes of shared memory by kernel and head_dim."""
-    source, program = folder / "sizes.cpp", folder / "sizes"
-    source.write_text(SIZES)
-    compiler = os.environ.get("CXX", "g++").split()
-    emulator = [str(path) for path in (ROOT / "csrc" / "emulator").glob("*.cpp")]
-    flags = ["-std=c++17", "-w", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([*compiler, *flags, str(source), *emulator, "-o", str(program)], check=True)
-    lines = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.split("\n")
-    rows = [line.split() for line in lines if line]
-    return {(name, int(d)): (int(threads), int(shared)) for name, d, threads, shared in rows}
+def launches(source: str) -> list[Launch]:
+    """Return the calls of `Run` in a source: name, kernel, grid, threads, shared, machine, arguments."""
+    aliases = tuple(re.findall(r"using \w+ = \w+<[^;]*\bD>;", source))
+    found = []
+    for start in re.finditer(r"\bRun\((?=\")", source):
+        words, depth, word = [], 0, ""
+        for sign in source[start.end() :].replace("->", "."):
+            depth += (sign in "([{<") - (sign in ")]}>")
+            if depth < 0:
+                break
+            if sign == "," and depth == 0:
+                words.append(" ".join(word.split()))
+                word = ""
+            else:
+                word += sign
+        found.append(Launch(words[0].strip('"'), words[3], words[4], aliases))
+    return found
+
+
+def launch_sizes(found: list[Launch]) -> dict[tuple[str, str, int], tuple[int, int]]:
+    """Return threads and bytes of shared memory by kernel, dtype and head_dim."""
+    sizes = measure_launches(found)
+    if sizes is None:
+        sizes = {}
+        for launch in found:
+            one = measure_launches([launch])
+            if one is None:
+                print(f"the launch of {launch.name} depends on more than EXAMPLE in {__file__} names")
+            sizes |= one or {}
+    return sizes
+
+
+def measure_launches(found: list[Launch]) -> dict[tuple[str, str, int], tuple[int, int]] | None:
+    headers = [*sorted(KERNELS.glob("*.cuh")), KERNELS / "launch.h"]
+    lines = ["#include <cstdio>", *(f'#include "{path}"' for path in headers), "using namespace sb::cuda;"]
+    for i, launch in enumerate(found):
+        lines += [f"template <class E, int D> void Print{i}(const char* dtype) {{", *launch.aliases]
+        lines += [f"[[maybe_unused]] const auto {name} = {value};" for name, value in EXAMPLE.items()]
+        values = f"long({launch.threads}), long({launch.shared})"
+        lines.append(f'std::printf("{launch.name} %s %d %ld %ld\\n", dtype, D, {values}); }}')
+    lines.append("int main() {")
+    for i in range(len(found)):
+        lines += [f'Print{i}<{dtype}, {dim}>("{dtype}");' for dtype in DTYPES for dim in HEAD_DIMS]
+    with tempfile.TemporaryDirectory() as folder:
+        source, program = Path(folder) / "sizes.cpp", Path(folder) / "sizes"
+        source.write_text("\n".join([*lines, "}"]))
+        compiler = os.environ.get("CXX", "g++").split()
+        emulator = [str(path) for path in (ROOT / "csrc" / "emulator").glob("*.cpp")]
+        command = [*compiler, "-std=c++17", "-w", f"-I{ROOT / 'csrc'}", str(source), *emulator]
+        if subprocess.run([*command, "-o", str(program)], capture_output=True).returncode != 0:
+            return None
+        told = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in told.splitlines()]
+    return {
+        (name, dtype, int(dim)): (int(threads), int(shared)) for name, dtype, dim, threads, shared in rows
+    }
 
 
 def blocks_per_multiprocessor(
-    limits: Architecture, registers: int, threads: int, shared: int
+    limits: Multiprocessor, registers: int, threads: int, shared: int
 ) -> tuple[int, str]:
     """Return how many blocks of threads fit, and what limits them."""
     warps = -(-threads // 32)
@@ -134,84 +151,107 @@ def blocks_per_multiprocessor(
     return fit[least], least
 
 
-def table(kernels: dict[str, list[Kernel]], sizes: dict[tuple[str, int], tuple[int, int]]) -> list[str]:
-    archs = list(kernels)
+def variant(name: str) -> tuple[str, str, int]:
+    """Return the name without its arguments, its dtype and its head_dim, where it has them."""
+    dtype, dim = re.search(r"Bf16|Fp16", name), re.search(r"\b(32|64|128)\b", name)
+    return name.split("<")[0], dtype[0] if dtype else "Bf16", int(dim[0]) if dim else 64
+
+
+def table(kernels: list[Kernel], sizes: dict[tuple[str, str, int], tuple[int, int]]) -> list[str]:
     lines = [
-        "| kernel | threads | shared KB | " + " | ".join(f"{a} registers | blocks/SM" for a in archs) + " |",
-        "|---|---|---|" + "---|---|" * len(archs),
+        "| kernel | threads | shared KB | "
+        + " | ".join(f"{arch} registers | blocks/SM, warps/SM (limit)" for arch in ARCHITECTURES)
+        + " |",
+        "|---|---|---|" + "---|---|" * len(ARCHITECTURES),
     ]
-    by_name = {arch: {kernel.name: kernel for kernel in kernels[arch]} for arch in archs}
-    for name in sorted(by_name[archs[0]], key=sort_key):
-        base = name.split("<")[0]
-        dims = [int(x) for x in re.findall(r"\b(32|64|128)\b", name)]
-        threads, shared = sizes[base, dims[0] if dims else 0]
+    registers = {(kernel.name, kernel.arch): kernel.registers for kernel in kernels}
+
+    def order(name: str) -> tuple[str, int, str]:
+        base, _, dim = variant(name)
+        return base, dim, name
+
+    for name in sorted({kernel.name for kernel in kernels}, key=order):
+        size = sizes.get(variant(name))
         cells = []
-        for arch in archs:
-            kernel = by_name[arch][name]
-            fit, limit = blocks_per_multiprocessor(ARCHITECTURES[arch], kernel.registers, threads, shared)
-            cells.append(f"{kernel.registers} | {fit} ({limit})")
-        lines.append(f"| `{name}` | {threads} | {shared / 1024:.1f} | " + " | ".join(cells) + " |")
+        for arch in ARCHITECTURES:
+            used = registers[name, arch]
+            if size is None:
+                cells.append(f"{used} | ?")
+                continue
+            fit, limit = blocks_per_multiprocessor(MULTIPROCESSORS[arch], used, *size)
+            cells.append(f"{used} | {fit}, {fit * -(-size[0] // 32)} ({limit})")
+        threads, shared = (size[0], f"{size[1] / 1024:.1f}") if size else ("?", "?")
+        lines.append(f"| `{name}` | {threads} | {shared} | " + " | ".join(cells) + " |")
     return lines
 
 
-def sort_key(name: str) -> tuple[str, int, str]:
-    return name.split("<")[0], int((re.findall(r"\b(32|64|128)\b", name) or ["0"])[0]), name
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument(
-        "--arch", action="append", choices=list(ARCHITECTURES), help="may be repeated; all if left out"
-    )
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
-    options = parser.parse_args()
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
+def reasons() -> str:
+    """Return what docs/cuda_kernels.md says about the tiles."""
+    found = re.search(r"^## Why these tiles\n+(.*?)(?=^## |\Z)", REASONS.read_text("utf-8"), re.M | re.S)
+    if found is None:
         raise SystemExit(
-            "nvcc is not on PATH: the CUDA kernels cannot be compiled. To fix it, install the CUDA toolkit "
-            "(its compiler is enough), or run the kernels on the emulator: make lab."
+            f"{REASONS} has no section 'Why these tiles': the page repeats it. To fix it, write it."
         )
-    archs = options.arch or list(ARCHITECTURES)
-    sources = sorted(KERNELS.glob("*.cu"))
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        folder = Path(name)
-        jobs = [
-            (arch, pool.submit(compile_one, nvcc, source, arch, folder))
-            for arch in archs
-            for source in sources
-        ]
-        kernels: dict[str, list[Kernel]] = {arch: [] for arch in archs}
-        for arch, job in jobs:
-            kernels[arch] += job.result()
-        sizes = launch_sizes(folder)
-    for arch in archs:
-        most = max(kernel.registers for kernel in kernels[arch])
-        print(f"{arch}: {len(kernels[arch])} kernels, none spills, at most {most} registers")
-    if not options.write:
-        return
-    if archs != list(ARCHITECTURES):
-        sys.exit("--write goes with all architectures: the page compares them. To fix it, leave --arch out.")
-    release = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    version = re.search(r"release ([0-9.]+), V([0-9.]+)", release)
-    PAGE.write_text(page(kernels, sizes, version[2] if version else "?"))
-    print(f"wrote {PAGE.relative_to(ROOT)}")
+    return found[1].strip()
 
 
-def page(
-    kernels: dict[str, list[Kernel]], sizes: dict[tuple[str, int], tuple[int, int]], version: str
-) -> str:
+def page(kernels: list[Kernel], sizes: dict[tuple[str, str, int], tuple[int, int]], version: str) -> str:
     lines = [
         "# What the CUDA kernels need",
         "",
         f"Written by `python benchmarks/cuda_kernels.py --write` with nvcc {version}; no GPU was used.",
         "Spills and warnings are errors there, so every kernel keeps all its variables in registers. Shared",
-        "memory is that of a launch with tiles of 512 rows and, for selection, 128 blocks per sequence. Why",
-        "the tiles are as they are: [docs/cuda_kernels.md](../../docs/cuda_kernels.md).",
+        "memory is that of a launch with tiles of 512 rows and, for selection and coverage, 128 blocks per",
+        "sequence. Blocks and warps per multiprocessor (SM) are what registers, shared memory and threads",
+        "leave room for, and the limit is the scarcest of them.",
         "",
         *table(kernels, sizes),
         "",
+        "## Why these tiles",
+        "",
+        "From [docs/cuda_kernels.md](../../docs/cuda_kernels.md):",
+        "",
+        reasons(),
+        "",
     ]
     return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
+    options = parser.parse_args()
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise SystemExit(
+            "nvcc is not on PATH and in no wheel here: the CUDA kernels cannot be compiled. To fix it, "
+            "install the toolkit or `pip install --no-deps -r requirements/nvcc.txt`, or run the kernels "
+            "on the emulator: make lab."
+        )
+    if nvcc.architectures != ARCHITECTURES:
+        raise SystemExit(
+            f"nvcc ({nvcc.path}) is of CUDA {nvcc.release} and knows no sm_120: the kernels are compiled for "
+            f"{', '.join(ARCHITECTURES)}. To fix it, take CUDA 12.8 or later."
+        )
+    try:
+        compiled = compile_kernels(nvcc, ROOT / "build" / "cuda", strict=True)
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.splitlines() if re.search("error|warning|spill", line)]
+        lines = [line for line in lines if " 0 bytes spill stores" not in line]
+        raise SystemExit(f"{error.cmd[-3]} does not compile cleanly:\n" + "\n".join(lines[:20])) from None
+    kernels = [kernel for one in compiled for kernel in parse(one)]
+    for arch in ARCHITECTURES:
+        registers = [kernel.registers for kernel in kernels if kernel.arch == arch]
+        print(f"{arch}: {len(registers)} kernels, none spills, at most {max(registers)} registers")
+    sources = [path.read_text("utf-8") for path in sorted(KERNELS.glob("*.cu"))]
+    found = re.search(r"V([0-9.]+)", nvcc.version)
+    sizes = launch_sizes([launch for source in sources for launch in launches(source)])
+    text = page(kernels, sizes, found[1] if found else nvcc.release)
+    if options.write:
+        PAGE.write_text(text, "utf-8")
+        print(f"wrote {PAGE.relative_to(ROOT)}")
+    elif not PAGE.exists() or text != PAGE.read_text("utf-8"):
+        print(f"{PAGE.relative_to(ROOT)} tells of other kernels or another nvcc: --write writes it anew")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// From checked tensors to what the kernels take. Only bindings.cpp includes this.
+// From checked tensors to what the kernels take. Only the bindings include this.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>

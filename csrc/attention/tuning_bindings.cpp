@@ -7,34 +7,17 @@
 #include <string>
 #include <vector>
 
-#include "attention/arguments.h"
 #include "attention/cpu/attention.h"
+#include "attention/tuning_arguments.h"
 #include "tuning/budget.h"
 #include "tuning/sampling.h"
 
 namespace {
 
-// A value, as opposed to a shape, that cannot work: a ValueError in Python.
-[[noreturn]] void RefuseValue(const std::string& found, const std::string& why,
-                              const std::string& change) {
-  throw std::invalid_argument(found + ": " + why + ". To fix it, " + change + ".");
-}
-
-std::string Text(int64_t x) { return std::to_string(x); }
-
-void CheckRowStride(int64_t row_stride) {
-  if (row_stride < 1)
-    RefuseValue("row_stride is " + Text(row_stride), "every row_stride-th row is sampled",
-                "pass row_stride >= 1, such as 64");
-}
-
 Tensor Coverage(const Tensor& q, const Tensor& k, const Tensor& cu_seqlens, int64_t block_size,
                 int64_t max_seqlen, int64_t max_rank, int64_t row_stride) {
   CheckRowStride(row_stride);
-  if (max_rank < 0 || max_rank >= kMaxBudget)
-    RefuseValue("max_rank is " + Text(max_rank),
-                "it counts the ranks of earlier blocks, below 32767",
-                "pass the largest budget less 1");
+  CheckMaxRank(max_rank);
   if (q.dim() != 3)
     Refuse("q has shape " + Shape(q), "sequences are packed", "pass [tokens, heads, head_dim]");
   const int64_t sequences = cu_seqlens.numel() - 1;
@@ -78,11 +61,7 @@ Tensor Budget(const Tensor& mass, const Tensor& cost_us, const Tensor& tau_us,
               const std::optional<Tensor>& cu_seqlens, int64_t block_size, int64_t row_stride,
               bool tune_short) {
   CheckRowStride(row_stride);
-  if (mass.dim() != 3 || cost_us.dim() != 2 || mass.size(0) != cost_us.size(0) ||
-      cost_us.size(1) < 1 || mass.size(2) < cost_us.size(1) - 1)
-    Refuse("mass has shape " + Shape(mass) + " and cost_us " + Shape(cost_us),
-           "a cost for each budget needs the mass of one rank less",
-           "pass mass [sequences, heads, >= max_budget - 1] and cost_us [sequences, max_budget]");
+  CheckBudgetSizes(mass, cost_us, tau_us, tolerance, k0, min_budget, cu_seqlens, block_size);
   const int64_t sequences = mass.size(0), heads = mass.size(1), ranks = mass.size(2);
   const int64_t max_budget = cost_us.size(1);
   const Tensor masses = Contiguous(mass, ScalarType::Float, "mass");
@@ -90,24 +69,11 @@ Tensor Budget(const Tensor& mass, const Tensor& cost_us, const Tensor& tau_us,
   const Tensor tau = Contiguous(tau_us, ScalarType::Long, "tau_us");
   const Tensor share = Contiguous(tolerance, ScalarType::Float, "tolerance");
   const Tensor usual = Contiguous(k0, ScalarType::Int, "k0");
-  if (tau.numel() != 1 || share.numel() != 1 || (usual.numel() != 1 && usual.numel() != sequences))
-    Refuse("tau_us, tolerance and k0 have " + Text(tau.numel()) + ", " + Text(share.numel()) +
-               " and " + Text(usual.numel()) + " elements",
-           "the first two are one number each, and k0 is one or one per sequence",
-           "pass tensors of those sizes");
-  if (min_budget < 1)
-    RefuseValue("min_budget is " + Text(min_budget), "a query always attends its own block",
-                "pass min_budget >= 1");
   const float allowed = *Data<float>(share);
   if (!(allowed >= 0))
     RefuseValue("tolerance is " + std::to_string(allowed), "it bounds how much coverage may change",
                 "pass a tolerance between 0 and 1");
   const std::vector<int64_t> lengths = LengthsOf(cu_seqlens, sequences);
-  if (!lengths.empty() && block_size < 1)
-    RefuseValue("block_size is " + Text(block_size),
-                "cu_seqlens is given, and lengths count in blocks",
-                "pass the attention's block_size");
-
   const sb::BudgetRule rule{*Data<int64_t>(tau), sb::FixedPoint(allowed) * heads, min_budget,
                             max_budget, tune_short};
   std::vector<int64_t> coverage(static_cast<size_t>(sequences * max_budget));

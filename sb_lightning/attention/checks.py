@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ __all__ = [
     "check_layout",
     "check_values",
     "expand_budget",
+    "read_values",
+    "trust_bounds",
 ]
 
 SUPPORTED_HEAD_DIMS = (32, 64, 128)
@@ -279,7 +282,60 @@ def check_values(
     max_seqlen: int | None,
     max_budget: int | None,
 ) -> tuple[int, int]:
-    """Check what can only be seen by reading the tensors, and return `max_seqlen` and `max_budget`.
+    """Return `max_seqlen` and `max_budget` of `read_values`, which also says whether all is dense."""
+    values = read_values(tokens, group, cu_seqlens, budget, block_size, max_seqlen, max_budget)
+    return values.max_seqlen, values.max_budget
+
+
+class Values(NamedTuple):
+    """What the host knows of the lengths and budgets of a call."""
+
+    max_seqlen: int
+    """Bound of the lengths."""
+    max_budget: int
+    """Bound of the budgets, at most the blocks of the longest sequence."""
+    is_dense: bool
+    """Whether every query attends all earlier keys of its sequence."""
+
+
+def trust_bounds(
+    tokens: int, group: int, budget: int | None, block_size: int, max_seqlen: int, max_budget: int | None
+) -> Values | None:
+    """Take the bounds from the caller without reading a tensor; None where they do not do or contradict.
+
+    Args:
+        tokens: All tokens.
+        group: Query heads per KV head.
+        budget: That of all sequences; None where it is a tensor.
+        block_size: Keys per block.
+        max_seqlen: Bound of the lengths.
+        max_budget: Bound of the budgets; None takes `budget`.
+
+    Example:
+        >>> trust_bounds(1000, 1, 4, 64, 256, None)
+        Values(max_seqlen=256, max_budget=4, is_dense=True)
+    """
+    longest = min(max_seqlen, tokens)
+    num_blocks = -(-longest // block_size)
+    most = budget if max_budget is None else max_budget
+    if most is None or most < 1 or longest < 0 or num_blocks > MAX_BLOCKS or longest * group > INT32_MAX:
+        return None
+    used = None if budget is None else min(budget, num_blocks)
+    if used is not None and used > most:
+        return None
+    return Values(max_seqlen, max(1, min(most, num_blocks)), used == num_blocks)
+
+
+def read_values(
+    tokens: int,
+    group: int,
+    cu_seqlens: Tensor,
+    budget: Tensor,
+    block_size: int,
+    max_seqlen: int | None,
+    max_budget: int | None,
+) -> Values:
+    """Check what can only be seen by reading the tensors.
 
     This waits for the device once. `max_budget` is cut to the blocks of the longest sequence, since
     it sizes the selection.
@@ -339,18 +395,19 @@ def check_values(
                 "cut the sequence",
             )
         )
-    return max_seqlen, _check_budget_values(lengths, budget, block_size, num_blocks, max_budget)
+    most, is_dense = _check_budget_values(lengths, budget, block_size, num_blocks, max_budget)
+    return Values(max_seqlen, most, is_dense)
 
 
 def _check_budget_values(
     lengths: list[int], budget: Tensor, block_size: int, num_blocks: int, max_budget: int | None
-) -> int:
-    """Check the budgets and return the largest that any sequence can use."""
+) -> tuple[int, bool]:
+    """Check the budgets; return the largest that any sequence can use, and whether each covers all blocks."""
     if max_budget is not None and max_budget < 1:
         raise ValueError(
             explain(f"max_budget is {max_budget}", "every budget is at least 1", "pass max_budget >= 1")
         )
-    most = 1
+    most, is_dense = 1, True
     for n, (length, row) in enumerate(zip(lengths, budget.tolist(), strict=True)):
         if min(row) < 1:
             raise ValueError(
@@ -360,7 +417,9 @@ def _check_budget_values(
                     "pass budget >= 1 (1 attends the own block only)",
                 )
             )
-        used = min(max(row), -(-length // block_size))
+        blocks = -(-length // block_size)
+        used = min(max(row), blocks)
+        is_dense = is_dense and min(row) >= blocks
         if max_budget is not None and used > max_budget:
             raise ValueError(
                 explain(
@@ -370,4 +429,4 @@ def _check_budget_values(
                 )
             )
         most = max(most, used)
-    return most if max_budget is None else max(1, min(max_budget, num_blocks))
+    return (most if max_budget is None else max(1, min(max_budget, num_blocks))), is_dense

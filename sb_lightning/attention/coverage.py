@@ -46,7 +46,7 @@ def moba_coverage(
         max_rank: Ranks to return: the largest budget of interest less 1. As `max_seqlen` has if None.
         max_seqlen: Bound of the lengths. Read from `cu_seqlens` if None, except under `torch.compile`.
         row_stride: Distance of the sampled rows.
-        backend: "cpu", "reference" or None for the best available.
+        backend: "cpu", "cuda", "reference" or None for the best available.
 
     Returns:
         # [N, Hq, max_rank] fp32; a row never falls from right to left and sums to at most 1.
@@ -128,7 +128,7 @@ def moba_budget(
         block_size: Keys per block, with `cu_seqlens`.
         row_stride: That of `moba_coverage`.
         tune_short: Also cut sequences that `k0` covers whole.
-        backend: "cpu", "reference" or None for the best available.
+        backend: "cpu", "cuda", "reference" or None for the best available.
 
     Returns:
         # [N] int32

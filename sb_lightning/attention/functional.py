@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sb_lightning._messages import explain
 from sb_lightning.attention import ops, reference
-from sb_lightning.attention.autocast import cast_as_autocast
+from sb_lightning.attention.autocast import cast_as_autocast, dtype_in_kernel
 from sb_lightning.attention.backends import choose_backend
 from sb_lightning.attention.checks import (
     check_block_size,
     check_bound,
     check_kernel_limits,
     check_layout,
-    check_values,
     expand_budget,
+    read_values,
+    trust_bounds,
 )
+from sb_lightning.attention.dense import covers_all, dense_attention, takes_dense
 
 __all__ = ["moba_attention", "moba_select", "prepare"]
 
@@ -47,9 +50,15 @@ def moba_attention(
     that its tensor may be overwritten at once. Threads are those of `torch.set_num_threads`; a forked
     child runs on one, since OpenMP does not survive a fork.
 
+    On a GPU, where every query attends all earlier keys, which the budgets or an int one tell without
+    waiting for the device, torch's own fused attention runs: `scaled_dot_product_attention` for one
+    sequence, `torch.nn.attention.varlen` for several. Not with `return_lse`, `deterministic` or a backend by
+    name. `sb doctor` says what runs.
+
     Gradients are first derivatives in reverse mode, `torch.func.grad` and `jacrev` included; forward
     mode (`jvp`) raises. NaN or infinity in `v` reaches the rows that attend its key; the kernels, which
-    read the own block in tiles, may also show it in other rows of that key's own block.
+    read the own block in tiles, may also show it in other rows of that key's own block (fused attention
+    of torch: of up to 128 tokens before it).
 
     Args:
         q: # [T, Hq, D], fp32, bf16 or fp16, D one of 32, 64, 128; token and head strides are free,
@@ -63,14 +72,17 @@ def moba_attention(
         max_seqlen: Bound of the lengths. Read from `cu_seqlens` if None, except under
             `torch.compile`, which must not wait for data.
         max_budget: Bound of the budgets, likewise; it sizes the selection. More than the blocks of
-            `max_seqlen` tokens is cut to those.
+            `max_seqlen` tokens is cut to those. On a GPU, with both bounds given (an int budget is its own),
+            nothing is read, so that nothing waits for the device, and nothing in `cu_seqlens` and `budget`
+            is checked either.
         scale: Factor of the logits; head_dim^-0.5 if None.
         deterministic: Ask for gradients that are the same bit for bit in every run, as
             `torch.use_deterministic_algorithms` does. On CPU they always are, for any number of threads;
             on CUDA only the gradient of `q` is not otherwise, and then it is faster.
         return_lse: Also return the logarithm of the softmax's denominator; it has a gradient.
         backend: "cpu", "cuda", "reference" or None for the kernels of the tensors' device. Those of CUDA
-            take bf16 and fp16.
+            take bf16 and fp16 and need compute capability 8.0; where they are refused, "reference" runs,
+            and a warning says why. "cuda" runs the kernels of this package or raises.
 
     Returns:
         out # [T, Hq, D], and with `return_lse` lse # [Hq, T] fp32
@@ -87,9 +99,8 @@ def moba_attention(
         >>> moba_attention(q, kv, kv, cu_seqlens, 2, block_size=32).shape
         torch.Size([100, 4, 64])
     """
-    chosen, budget, block_size, max_seqlen, max_budget = prepare(
-        q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend
-    )
+    call = _prepare(q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend)
+    chosen, budget, block_size, max_seqlen, max_budget, is_dense = call
     if scale is None:
         scale = q.shape[2] ** -0.5
     elif not torch.compiler.is_compiling() and not math.isfinite(scale):
@@ -110,6 +121,9 @@ def moba_attention(
             return_lse=return_lse,
         )
     deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
+    may_be_dense = chosen == "cuda" and backend is None and not (return_lse or deterministic)
+    if may_be_dense and is_dense and takes_dense(q, k, cu_seqlens, scale):
+        return dense_attention(q, k, v, cu_seqlens, max_seqlen, scale)
     out, lse = ops.run_attention(
         q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, scale, deterministic
     )
@@ -160,13 +174,40 @@ def prepare(
     backend: str | None,
 ) -> tuple[str, Tensor, int, int, int]:
     """Check everything; return the backend, the budget # [N, Hq], the block size and the two bounds."""
+    call = _prepare(q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend)
+    return call.backend, call.budget, call.block_size, call.max_seqlen, call.max_budget
+
+
+class _Call(NamedTuple):
+    """What was found out about a call."""
+
+    backend: str
+    budget: Tensor  # [N, Hq]
+    block_size: int
+    max_seqlen: int
+    max_budget: int
+    is_dense: bool
+    """Whether every query is known to attend all earlier keys."""
+
+
+def _prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cu_seqlens: Tensor,
+    budget: int | Tensor,
+    block_size: int,
+    max_seqlen: int | None,
+    max_budget: int | None,
+    backend: str | None,
+) -> _Call:
     check_block_size(block_size)
     check_bound("max_seqlen", max_seqlen)
     check_bound("max_budget", max_budget)
     check_layout(q, k, v, cu_seqlens)
-    chosen = choose_backend(backend, q.device.type)
-    if chosen != "reference":
+    if backend != "reference":
         check_kernel_limits(q)
+    chosen = choose_backend(backend, q.device, dtype_in_kernel(q))
     num_heads, group = q.shape[1], q.shape[1] // k.shape[1]
     expanded = expand_budget(budget, cu_seqlens.shape[0] - 1, num_heads, q.device)
     if torch.compiler.is_compiling():
@@ -189,12 +230,22 @@ def prepare(
                 )
         assert max_seqlen is not None
         assert max_budget is not None
+        # On a GPU an int budget may compile once more, for the dense path.
+        is_dense = (
+            chosen == "cuda" and not isinstance(budget, Tensor) and covers_all(budget, block_size, max_seqlen)
+        )
         # Symbols stay symbols: a comparison here would compile anew for the other outcome.
         blocks = torch.sym_max(1, (max_seqlen + block_size - 1) // block_size)  # type: ignore[no-untyped-call]
         most = torch.sym_min(max_budget, blocks)  # type: ignore[no-untyped-call]
-        return chosen, expanded, block_size, max_seqlen, most
+        return _Call(chosen, expanded, block_size, max_seqlen, most, is_dense)
     block_size = operator.index(block_size)
     max_seqlen = None if max_seqlen is None else operator.index(max_seqlen)
     max_budget = None if max_budget is None else operator.index(max_budget)
-    bounds = check_values(q.shape[0], group, cu_seqlens, expanded, block_size, max_seqlen, max_budget)
-    return chosen, expanded, block_size, *bounds
+    trusted = None
+    if chosen == "cuda" and max_seqlen is not None:
+        known = None if isinstance(budget, Tensor) else operator.index(budget)
+        trusted = trust_bounds(q.shape[0], group, known, block_size, max_seqlen, max_budget)
+    values = trusted or read_values(
+        q.shape[0], group, cu_seqlens, expanded, block_size, max_seqlen, max_budget
+    )
+    return _Call(chosen, expanded, block_size, *values)

@@ -119,27 +119,30 @@ def current_fingerprint(
         dtype: Element type of the activations; a leading `torch.` is dropped.
         threads: CPU threads of each rank; None asks torch.
         ranks: Ranks that share the machine.
-        backend: Attention backend; None takes the best available.
+        backend: Attention backend; None takes what runs by itself on that device in that dtype.
     """
     import torch
 
-    from sb_lightning.attention import backends
+    from sb_lightning.attention.backends import best_backend
     from sb_lightning.attention.extension import EXTENSION
 
-    chosen = backend or next(entry.name for entry in backends() if entry.available)
+    dtype = str(dtype).removeprefix("torch.")
+    where = torch.device(device)
+    # Under autocast ("-mixed") the attention runs in the dtype that the weights are cast to.
+    in_kernel = getattr(torch, dtype.removesuffix("-mixed"), None)
+    chosen = backend or best_backend(where, in_kernel)[0]
     try:
         torch_version = version("torch")
     except PackageNotFoundError:
         torch_version = str(torch.__version__)
-    kind = torch.device(device).type
-    name = torch.cuda.get_device_name(device) if kind == "cuda" else processor_name()
+    name = torch.cuda.get_device_name(device) if where.type == "cuda" else processor_name()
     return Fingerprint(
         **asdict(shape),
-        device=kind,
+        device=where.type,
         processor=name,
         threads=torch.get_num_threads() if threads is None else threads,
         ranks=ranks,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=dtype,
         backend=chosen,
         torch=torch_version,
         build=f"{__version__}+{EXTENSION.isa or 'python'}" if chosen == "cpu" else __version__,

@@ -33,7 +33,13 @@ def run(command, folder, **environment):
     return subprocess.run(
         [str(part) for part in command],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1", **environment},
+        env={
+            **os.environ,
+            "PYTHONPATH": "",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "SB_BUILD_CUDA": "0",
+            **environment,
+        },
         capture_output=True,
         text=True,
         timeout=300,

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ROOT / "csrc"
 BUILD = ROOT / "build" / "emulator"
 OPS = ("moba_select", "moba_index", "moba_forward", "moba_backward", "moba_attention")
+OPS += ("moba_coverage", "moba_budget")
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wno-unknown-pragmas", "-fno-strict-aliasing"]
 FLAGS += ["-ffp-contract=off", f"-I{SOURCES}"]
 
@@ -42,7 +43,7 @@ def _compile(source: Path, flags: list[str]) -> Path:
     target = BUILD / f"{source.stem}.o"
     newest = max(
         path.stat().st_mtime
-        for folder in ("attention", "emulator")
+        for folder in ("attention", "emulator", "tuning")
         for path in [
             *(SOURCES / folder).rglob("*.h"),
             *(SOURCES / folder).rglob("*.cuh"),
@@ -71,7 +72,7 @@ def build() -> Path:
     kernels = sorted((SOURCES / "attention" / "cuda").glob("*.cu"))
     runtime = sorted((SOURCES / "emulator").glob("*.cpp"))
     work = [(path, []) for path in kernels] + [(path, ["-O3"]) for path in runtime]
-    work.append((SOURCES / "attention" / "cuda" / "bindings.cpp", stable))
+    work += [(path, stable) for path in sorted((SOURCES / "attention" / "cuda").glob("*.cpp"))]
     library = BUILD / "libsb_emulated.so"
     with (BUILD / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -4,7 +4,8 @@
     python tests/cuda/mutations.py NAME ...     # some
 
 A patch says in its first line how it is caught: `mode: BUILD CASES SETTINGS...`, with a build of plain, asan
-or tsan and the arguments of csrc/tests/test_cuda_kernels.cpp. The clean kernels must pass the same modes.
+or tsan and the arguments of csrc/tests/test_cuda_kernels.cpp, or of test_cuda_tuning.cpp where the set of
+cases is one of its own. The clean kernels must pass the same modes.
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ BUILDS = {
     "asan": (["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], ["-fsanitize=address"]),
     "tsan": (["-fsanitize=thread"], ["-DEMULATOR_TSAN", "-fno-tree-loop-distribute-patterns"]),
 }
+# The test programs, by their sets of cases.
+PROGRAMS = {
+    "test_cuda_kernels": ("tiny", "long", "few", "all"),
+    "test_cuda_tuning": ("ranks_tiny", "ranks_few", "ranks_all", "budgets_few", "budgets"),
+}
 ENVIRONMENT = {"TSAN_OPTIONS": "atexit_sleep_ms=0 halt_on_error=1"}
 
 
@@ -44,6 +50,11 @@ class Mutation:
     def name(self) -> str:
         """The file's name."""
         return self.patch.stem
+
+    @property
+    def program(self) -> str:
+        """The test program that has the set of cases."""
+        return next(name for name, sets in PROGRAMS.items() if self.arguments[0] in sets)
 
 
 def read(patch: Path) -> Mutation:
@@ -61,7 +72,7 @@ def compiler() -> list[str]:
 def sources(tree: Path) -> list[Path]:
     kernels = sorted((tree / "csrc/attention/cuda").glob("*.cu"))
     runtime = sorted((tree / "csrc/emulator").glob("*.cpp"))
-    return [*kernels, *runtime, tree / "csrc/tests/test_cuda_kernels.cpp"]
+    return [*kernels, *runtime, *(tree / f"csrc/tests/{name}.cpp" for name in PROGRAMS)]
 
 
 def compile_one(tree: Path, source: Path, build: str, out: Path) -> Path:
@@ -96,8 +107,9 @@ def included(source: Path, tree: Path) -> set[Path]:
     return {path.relative_to(tree) for path in seen}
 
 
-def link(objects: list[Path], build: str, program: Path) -> None:
-    subprocess.run([*compiler(), *BUILDS[build][0], *map(str, objects), "-o", str(program)], check=True)
+def link(objects: list[Path], build: str, test: str, program: Path) -> None:
+    mine = [str(path) for path in objects if path.stem == test or path.stem not in PROGRAMS]
+    subprocess.run([*compiler(), *BUILDS[build][0], *mine, "-o", str(program)], check=True)
 
 
 def run(program: Path, mutation: Mutation) -> str:
@@ -114,7 +126,7 @@ def run(program: Path, mutation: Mutation) -> str:
     if done.returncode == 0:
         return ""
     lines = (done.stdout + done.stderr).splitlines()
-    for told in ("SUMMARY", "stopped:|emulator:", "runtime error", r"^\S*test_cuda_kernels.cpp:"):
+    for told in ("SUMMARY", "stopped:|emulator:", "runtime error", r"^\S*(test_cuda_\w+.cpp|cuda_case.h):"):
         for line in lines:
             if re.search(told, line):
                 return line.strip().replace(f"{ROOT}/", "")
@@ -165,7 +177,7 @@ def plant(mutation: Mutation, clean: dict[Path, Path]) -> str:
         for path, ready in clean.items():
             again = included(tree / path, tree) & changed
             objects.append(compile_one(tree, tree / path, mutation.build, tree) if again else ready)
-        link(objects, mutation.build, tree / "program")
+        link(objects, mutation.build, mutation.program, tree / "program")
         return run(tree / "program", mutation)
 
 
@@ -174,11 +186,13 @@ def main(names: list[str]) -> int:
     missed = 0
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         clean = {build: clean_objects(build, pool) for build in sorted({m.build for m in mutations})}
-        for build, objects in clean.items():
-            link(list(objects.values()), build, CACHE / f"clean_{build}")
+        for build, test in {(m.build, m.program) for m in mutations}:
+            link(list(clean[build].values()), build, test, CACHE / f"clean_{build}_{test}")
         modes = {(m.build, *m.arguments): m for m in mutations}
         for mode, found in zip(
-            modes, pool.map(lambda m: run(CACHE / f"clean_{m.build}", m), modes.values()), strict=True
+            modes,
+            pool.map(lambda m: run(CACHE / f"clean_{m.build}_{m.program}", m), modes.values()),
+            strict=True,
         ):
             if found:
                 print(f"the clean kernels fail in mode {' '.join(mode)}: {found}")

@@ -48,5 +48,27 @@ int64_t Backward(const Problem& problem, int64_t max_seqlen, const Machine& mach
                  const int64_t* lists, const int32_t* rows, Gradients gradients, bool deterministic,
                  void* workspace);
 
+// mass [sequences, query_heads, max_rank]: as moba_coverage of attention/coverage.py. The problem's
+// budget is nullptr.
+int64_t Coverage(const Problem& problem, int64_t max_seqlen, const Machine& machine, View q, View k,
+                 int64_t row_stride, int64_t max_rank, float* mass, void* workspace);
+
+struct BudgetProblem {
+  int64_t sequences, heads, ranks, max_budget, min_budget;
+  const float* mass;       // [sequences, heads, ranks]
+  const int32_t* cost_us;  // [sequences, max_budget]
+  const int64_t* tau_us;   // one number, as is tolerance
+  const float* tolerance;
+  const int32_t* k0;  // [sequences], or one number
+  bool one_k0;
+  const int32_t* cu_seqlens;  // [sequences + 1], or nullptr: all weigh the same, and none is short
+  int64_t block_size, row_stride;
+  bool tune_short;
+};
+
+// budgets [sequences]: bit for bit those of the CPU.
+int64_t Budget(const BudgetProblem& problem, const Machine& machine, int32_t* budgets,
+               void* workspace);
+
 }  // namespace cuda
 }  // namespace sb

@@ -17,6 +17,8 @@ struct Layout {
   int32_t* tiles;   // [sequences + 1] tiles of `tile_rows` rows of a KV head
   int64_t* cells;   // [sequences + 1] pairs (tile, block)
   int32_t tile_rows;
+  int64_t block_rows;  // rows of each block but the first; 0: rows are all tokens'
+  int64_t most_tiles;  // of a sequence
 };
 
 // Finds i with before[i] <= at < before[i + 1].

@@ -52,9 +52,11 @@ void Run(const char* name, void (*kernel)(Arguments), dim3 grid, unsigned thread
                              ". To fix it, pass backend='reference', or use a GPU of compute "
                              "capability 8.0 or later.");
 #if defined(__CUDACC__)
+  // The limit is the kernel's, for all threads of the host: one that lowers it to its own need
+  // could make another's launch fail. So it is always the same, the most that the device gives.
   if (shared > 48 * 1024)
     CheckCuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(shared)),
+                                   static_cast<int>(machine.shared_bytes)),
               name);
   kernel<<<grid, threads, static_cast<size_t>(shared), static_cast<cudaStream_t>(machine.stream)>>>(
       arguments);
@@ -106,8 +108,13 @@ inline int64_t MaxLength(const Problem& p, int64_t max_seqlen) {
   return max_seqlen < 0 ? p.tokens : std::min(max_seqlen, p.tokens);
 }
 
-Layout TakeLayout(const Problem& p, int64_t tile_rows, Carver* carver);
+constexpr int64_t kAnyNumber = INT64_MAX;
+Layout TakeLayout(const Problem& p, int64_t tile_rows, Carver* carver, int64_t block_rows = 0,
+                  int64_t most_tiles = kAnyNumber);
 void RunLayout(const Problem& p, const Layout& layout, const Machine& machine);
+// The means of all blocks that a later token sees, as PoolKernel keeps them.
+void RunPool(const Problem& p, const Layout& layout, View k, uint16_t* means,
+             const Machine& machine);
 // Inclusive sums in place.
 void RunScan(int64_t* values, int64_t count, const Machine& machine);
 

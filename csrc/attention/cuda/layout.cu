@@ -23,12 +23,15 @@ Machine CurrentMachine(void* stream) {
   return machine;
 }
 
-Layout TakeLayout(const Problem& p, int64_t tile_rows, Carver* carver) {
+Layout TakeLayout(const Problem& p, int64_t tile_rows, Carver* carver, int64_t block_rows,
+                  int64_t most_tiles) {
   Layout layout{};
   layout.blocks = carver->Take<int32_t>(p.sequences + 1);
   layout.tiles = carver->Take<int32_t>(p.sequences + 1);
   layout.cells = carver->Take<int64_t>(p.sequences + 1);
   layout.tile_rows = static_cast<int32_t>(tile_rows);
+  layout.block_rows = block_rows;
+  layout.most_tiles = most_tiles;
   return layout;
 }
 

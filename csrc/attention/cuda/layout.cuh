@@ -2,34 +2,10 @@
 #pragma once
 
 #include "attention/cuda/common.cuh"
+#include "attention/cuda/scan.cuh"
 
 namespace sb {
 namespace cuda {
-
-constexpr int kScanThreads = 256;
-constexpr int kScanWarps = kScanThreads / 32;
-
-// Inclusive sum of `value` over the block's threads, plus `carry`; afterwards carry holds the
-// total. sums: kScanWarps places in shared memory.
-SB_DEVICE int64_t ScanBlock(int64_t value, int64_t* sums, int64_t* carry) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-#pragma unroll
-  for (int by = 1; by < 32; by *= 2) {
-    const int64_t before = __shfl_up_sync(kAllLanes, value, by);
-    if (lane >= by) value += before;
-  }
-  if (lane == 31) sums[warp] = value;
-  __syncthreads();
-  int64_t total = *carry;
-  value += total;
-  for (int w = 0; w < kScanWarps; ++w) {
-    if (w < warp) value += sums[w];
-    total += sums[w];
-  }
-  *carry = total;
-  __syncthreads();
-  return value;
-}
 
 struct LayoutArguments {
   Problem p;
@@ -53,7 +29,11 @@ __global__ void __launch_bounds__(kScanThreads) LayoutKernel(LayoutArguments a) 
     const bool inside = n < a.p.sequences;
     const int64_t length = inside ? a.p.cu_seqlens[n + 1] - a.p.cu_seqlens[n] : 0;
     const int64_t own_blocks = (length + a.p.block_size - 1) / a.p.block_size;
-    const int64_t own_tiles = (length * group + a.layout.tile_rows - 1) / a.layout.tile_rows;
+    const int64_t own_rows = a.layout.block_rows == 0
+                                 ? length * group
+                                 : max(own_blocks - 1, int64_t{0}) * a.layout.block_rows;
+    const int64_t own_tiles =
+        min((own_rows + a.layout.tile_rows - 1) / a.layout.tile_rows, a.layout.most_tiles);
     const int64_t to_blocks = ScanBlock(own_blocks, sums, &blocks);
     const int64_t to_tiles = ScanBlock(own_tiles, sums, &tiles);
     const int64_t to_cells = ScanBlock(own_blocks * own_tiles, sums, &cells);

@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(kPoolThreads, 8) PoolKernel(PoolArguments a) {
   const int n = FindSequence(a.layout.blocks, a.p.sequences, at);
   const Head head = HeadOf(a.p, a.layout, n, static_cast<int>(blockIdx.y));
   const int block = at - a.layout.blocks[n];
-  // Only a block that a later token can see; where all rows see all blocks, nobody asks.
-  if (block + 1 >= head.blocks || IsDense(a.p, head)) return;
+  // Only a block that a later token can see; where all rows see all blocks, only coverage asks.
+  if (block + 1 >= head.blocks || (a.p.budget != nullptr && IsDense(a.p, head))) return;
   const int size = static_cast<int>(a.p.block_size), row = tid / kChunks, chunk = tid % kChunks;
   float sum[8] = {};
   for (int i = row; i < size; i += kRows) {

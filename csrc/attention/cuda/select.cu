@@ -5,6 +5,16 @@
 namespace sb {
 namespace cuda {
 
+void RunPool(const Problem& p, const Layout& layout, View k, uint16_t* means,
+             const Machine& machine) {
+  WithVariant(p, [&](auto variant) {
+    using Variant = decltype(variant);
+    Run("PoolKernel", PoolKernel<typename Variant::E, Variant::D>,
+        dim3(static_cast<unsigned>(MaxBlocks(p)), static_cast<unsigned>(p.kv_heads)), kPoolThreads,
+        kPoolShared, machine, PoolArguments{p, layout, k, means});
+  });
+}
+
 int64_t Select(const Problem& p, int64_t max_seqlen, const Machine& machine, View q, View k,
                int16_t* selection, void* workspace) {
   if (p.tokens == 0 || p.max_budget == 1) return 0;  // no earlier block is selected
@@ -25,12 +35,10 @@ int64_t Select(const Problem& p, int64_t max_seqlen, const Machine& machine, Vie
     bytes = carver.bytes();
     if (workspace == nullptr) return;
     RunLayout(p, layout, machine);
-    Run("PoolKernel", PoolKernel<E, D>,
-        dim3(static_cast<unsigned>(MaxBlocks(p)), static_cast<unsigned>(p.kv_heads)), kPoolThreads,
-        kPoolShared, machine, PoolArguments{p, layout, k, means});
+    RunPool(p, layout, k, means, machine);
     Run("SelectKernel", SelectKernel<E, D>, dim3(static_cast<unsigned>(grid)), kSelectThreads,
         Shape::Shared(stride, in_shared), machine,
-        SelectArguments{p, layout, q, means, selection, keys, static_cast<int>(stride)});
+        SelectArguments{{p, layout, q, means, keys, static_cast<int>(stride)}, selection});
   });
   return bytes;
 }

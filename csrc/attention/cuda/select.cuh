@@ -12,14 +12,17 @@ constexpr int kSelectThreads = 128;
 constexpr int kSelectRows = 64;    // 16 per warp
 constexpr int kSelectBlocks = 32;  // means that are multiplied at a time
 
-struct SelectArguments {
+struct GateArguments {
   Problem p;
   Layout layout;
   View q;
   const uint16_t* means;
-  int16_t* selection;  // [query_heads, tokens, max_budget - 1]
-  uint32_t* keys;      // [grid, kSelectRows, key_stride], or nullptr: in shared memory
+  uint32_t* keys;  // [grid, kSelectRows, key_stride], or nullptr: in shared memory
   int key_stride;
+};
+
+struct SelectArguments : GateArguments {
+  int16_t* selection;  // [query_heads, tokens, max_budget - 1]
 };
 
 template <class E, int D>
@@ -38,9 +41,16 @@ SB_DEVICE uint32_t KeyOf(float logit) {
   return (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
 }
 
-// Writes the blocks with the `want` highest of keys[0, have), ascending; of equal ones the later.
-// 0 < want < have. A warp together, by bisection on the key.
-SB_DEVICE void WriteHighest(const uint32_t* keys, int have, int want, int16_t* out) {
+// Where the highest keys end: `above` of them are above high, `above_low` above low. If fewer than
+// wanted are above high, all others that are above low are equal to high.
+struct Cut {
+  uint32_t low, high;
+  int above, above_low;
+};
+
+// Finds the end of the `want` highest of keys[0, have). 0 < want < have. A warp together, by
+// bisection on the key.
+SB_DEVICE Cut FindCut(const uint32_t* keys, int have, int want) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   uint32_t low = ~0u, high = 0;
   for (int b = lane; b < have; b += 32) {
@@ -68,17 +78,25 @@ SB_DEVICE void WriteHighest(const uint32_t* keys, int have, int want, int16_t* o
       above = count;
     }
   }
-  // Where some are missing, all keys above low that are not above high are equal: the last of them.
-  int skip = above_low - want;
-  if (above == want) skip = 0x7fffffff;
+  return {low, high, above, above_low};
+}
+
+// Writes the blocks with the `want` highest of keys[0, have), ascending; of equal ones the later.
+// 0 < want < have. A warp together.
+SB_DEVICE void WriteHighest(const uint32_t* keys, int have, int want, int16_t* out) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const Cut cut = FindCut(keys, have, want);
+  // Where some are missing: the last of the equal ones.
+  const int skip = cut.above == want ? 0x7fffffff : cut.above_low - want;
   const uint32_t before = (1u << lane) - 1;
   int written = 0, seen = 0;
   for (int first = 0; first < have; first += 32) {
     const int b = first + lane;
     const uint32_t key = b < have ? keys[b] : 0;
-    const bool tied = b < have && key > low && key <= high;
+    const bool tied = b < have && key > cut.low && key <= cut.high;
     const uint32_t ties = __ballot_sync(kAllLanes, tied);
-    const bool chosen = b < have && (key > high || (tied && seen + __popc(ties & before) >= skip));
+    const bool chosen =
+        b < have && (key > cut.high || (tied && seen + __popc(ties & before) >= skip));
     const uint32_t all = __ballot_sync(kAllLanes, chosen);
     if (chosen) out[written + __popc(all & before)] = static_cast<int16_t>(b);
     written += __popc(all);
@@ -86,21 +104,32 @@ SB_DEVICE void WriteHighest(const uint32_t* keys, int have, int want, int16_t* o
   }
 }
 
-// Logits of a tile's rows against blocks [0, past), as keys.
+// This block of threads' place for keys.
 template <class E, int D>
-SB_DEVICE void ComputeKeys(const SelectArguments& a, const Head& head, int row0, int row1, int past,
-                           unsigned char* shared, uint32_t* keys) {
+SB_DEVICE uint32_t* PlaceOfKeys(const GateArguments& a, unsigned char* shared) {
+  if (threadIdx.x == 0) {
+    PoisonGap(shared + SelectShape<E, D>::kMeans - kGap);
+    PoisonGap(shared + SelectShape<E, D>::kKeys - kGap);
+  }
+  return a.keys == nullptr ? reinterpret_cast<uint32_t*>(shared + SelectShape<E, D>::kKeys)
+                           : a.keys + static_cast<int64_t>(blockIdx.x) * kSelectRows * a.key_stride;
+}
+
+// Logits of a tile's rows against blocks [0, past), as keys. query(r) is the address of row r's
+// query, nullptr: none.
+template <class E, int D, class Query>
+SB_DEVICE void ComputeKeys(const GateArguments& a, const Head& head, int past,
+                           unsigned char* shared, uint32_t* keys, const Query& query) {
   constexpr int kChunks = D / 8, kStep = kSelectThreads / kChunks;
   using Shape = SelectShape<E, D>;
   const int tid = static_cast<int>(threadIdx.x), warp = tid / 32, lane = tid % 32;
 #pragma unroll
   for (int i = 0; i < kSelectRows / kStep; ++i) {
     const int r = tid / kChunks + i * kStep, chunk = tid % kChunks;
-    const bool some = row0 + r < row1;
-    const int row = some ? row0 + r : row0, token = row / head.group;
-    const uint16_t* source =
-        RowOf(a.q, head.start + token, head.kv * head.group + (row - token * head.group));
-    CopyAsync(shared + Swizzled<kChunks>(r, chunk), source + chunk * 8, some ? 16 : 0);
+    const uint16_t* source = query(r);
+    const bool some = source != nullptr;
+    CopyAsync(shared + Swizzled<kChunks>(r, chunk),
+              (some ? source : static_cast<const uint16_t*>(a.q.data)) + chunk * 8, some ? 16 : 0);
   }
   CommitCopies();
   uint32_t rows[D / 16][4];
@@ -156,13 +185,7 @@ __global__ void __launch_bounds__(kSelectThreads, D == 128 ? 2 : 4)
   SB_SHARED(shared);
   const int tid = static_cast<int>(threadIdx.x), warp = tid / 32, lane = tid % 32;
   const int kv_heads = static_cast<int>(a.p.kv_heads), width = static_cast<int>(a.p.max_budget) - 1;
-  uint32_t* keys = a.keys == nullptr
-                       ? reinterpret_cast<uint32_t*>(shared + SelectShape<E, D>::kKeys)
-                       : a.keys + static_cast<int64_t>(blockIdx.x) * kSelectRows * a.key_stride;
-  if (tid == 0) {
-    PoisonGap(shared + SelectShape<E, D>::kMeans - kGap);
-    PoisonGap(shared + SelectShape<E, D>::kKeys - kGap);
-  }
+  uint32_t* keys = PlaceOfKeys<E, D>(a, shared);
   const int num_tiles = a.layout.tiles[a.p.sequences];
   const int64_t total = static_cast<int64_t>(num_tiles) * kv_heads;
   for (int64_t i = blockIdx.x; i < total; i += gridDim.x) {
@@ -181,7 +204,11 @@ __global__ void __launch_bounds__(kSelectThreads, D == 128 ? 2 : 4)
     }
     if (least - 1 < past && most > 1) {
       __syncthreads();  // all are done with the tile before
-      ComputeKeys<E, D>(a, head, row0, row1, past, shared, keys);
+      ComputeKeys<E, D>(a, head, past, shared, keys, [&](int r) -> const uint16_t* {
+        const int row = row0 + r, token = row / head.group;
+        if (row >= row1) return nullptr;
+        return RowOf(a.q, head.start + token, head.kv * head.group + (row - token * head.group));
+      });
     }
     for (int r = warp * 16; r < warp * 16 + 16 && row0 + r < row1; ++r) {
       const int row = row0 + r, token = row / head.group, g = row - token * head.group;
