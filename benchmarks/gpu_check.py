@@ -1,268 +1,282 @@
-"""What benchmarks/gpu_check.sh runs on a GPU: the ops against the naive twin and the emulator, and times.
+"""Checks the CUDA kernels on a GPU within five minutes; benchmarks/gpu_check.sh builds them first.
 
-python benchmarks/gpu_check.py ops                     # the matrix of shapes
-python benchmarks/gpu_check.py shapes                  # two small shapes, for compute-sanitizer
-python benchmarks/gpu_check.py times [--json FILE]     # beside scaled_dot_product_attention
+python benchmarks/gpu_check.py                         # all checks; a table, JSON and a page
+python benchmarks/gpu_check.py --only budget --only graph
+python benchmarks/gpu_check.py --device cpu --tiny     # try out the checks themselves, without a GPU
+python benchmarks/gpu_check.py --shapes                # all ops on two shapes, for compute-sanitizer
+
+The checks run in a process of their own: one that hangs or breaks the GPU's context costs itself, and the
+next goes on in a new process. Exit code 0: none failed; 1: some did; 2: the kernels do not run here.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import statistics
+import multiprocessing
+import re
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "attention"), str(ROOT / "tests" / "cuda")]
-
-import emulated  # noqa: E402
-from moba_cases import Case, Inputs, assert_close, assert_selection, make_inputs  # noqa: E402
-
-from sb_lightning.attention import moba_attention, moba_select  # noqa: E402
-from sb_lightning.attention.backends import backends  # noqa: E402
-
-TENSORS = ("q", "k", "v", "cu_seqlens", "budget", "dout", "dlse")
-TWO = [
-    Case((150, 1, 0, 70), (4, 2), 64, 32, "bf16", (3, 1, 1, 2)),
-    Case((131, 40), (3, 1), 128, 64, "fp16", (2, 5)),
-]
-
-
-def cases() -> list[Case]:
-    choice = random.Random(7)
-    found = list(TWO)
-    for seed in range(30):
-        block_size = choice.choice([16, 32, 48, 64, 128])
-        sizes = [0, 1, 15, 16, 17, block_size - 1, block_size, block_size + 1, 5 * block_size + 3, 700]
-        group, kv_heads = choice.choice([1, 2, 5, 6, 7, 8]), choice.choice([1, 2, 3])
-        lengths = tuple(choice.choice(sizes) for _ in range(choice.randint(1, 6)))
-        dim, dtype = choice.choice([32, 64, 128]), choice.choice(["bf16", "fp16"])
-        found.append(Case(lengths, (group * kv_heads, kv_heads), dim, block_size, dtype, seed=seed))
-    return found
+RESULTS = Path(__file__).resolve().parent / "results"
+START_S = 120
+"""What a process may take to import torch and reach the GPU."""
+LEAST_S = 10
+"""What a check may take that begins just before its section's time is up."""
+PATIENCE_S = 3600.0
+SECTIONS_S = {
+    "ops": 50,
+    "coverage": 20,
+    "budget": 20,
+    "dense": 20,
+    "deterministic": 15,
+    "graph": 15,
+    "emulator": 30,
+    "sanitizer": 90,
+    "times": 60,
+    "offsets": 20,
+}
+"""Most seconds of each section, in the order in which they run."""
+PASSED, FAILED, LEFT_OUT = "passed", "failed", "left out"
 
 
-def on_gpu(x: Inputs) -> Inputs:
-    moved = {name: getattr(x, name).detach().cuda() for name in TENSORS}
-    for name in ("q", "k", "v"):
-        moved[name].requires_grad_()
-    return Inputs(**moved)
+@dataclass(frozen=True)
+class Result:
+    """What came of a check."""
+
+    check: str
+    status: str
+    figure: str
+    seconds: float = 0.0
+    values: dict[str, float] = field(default_factory=dict)
 
 
-def run(case: Case, x: Inputs, deterministic: bool) -> list[Tensor]:
-    out, lse = moba_attention(
-        x.q,
-        x.k,
-        x.v,
-        x.cu_seqlens,
-        x.budget,
-        block_size=case.block_size,
-        return_lse=True,
-        deterministic=deterministic,
-    )
-    grads = torch.autograd.grad((out, lse), (x.q, x.k, x.v), (x.dout, x.dlse))
-    return [out.detach(), lse.detach(), *grads]
+def section_of(name: str) -> str:
+    """Return the section of a check: its first word."""
+    return name.split()[0]
 
 
-def check_ops() -> None:
-    worst = 0.0
-    for case in cases():
-        x = make_inputs(case, fused=case.seed % 2 == 0)
-        gpu = on_gpu(x)
-        options = {"block_size": case.block_size}
-        selection = moba_select(gpu.q, gpu.k, gpu.cu_seqlens, gpu.budget, **options)
-        assert_selection(case, x, selection.cpu())
-        for deterministic in (False, True):
-            results = run(case, gpu, deterministic)
-            assert_close(case, [t.cpu() for t in results], x, selection.cpu())
-        for one, other in zip(results, run(case, gpu, True), strict=True):
-            assert torch.equal(one, other), f"{case}: a second run differs"
-        if not emulated.missing() and sum(case.lengths) < 400:
-            with emulated.emulated():
-                twin = run(case, x, True)
-            for name, ours, theirs in zip(("out", "lse", "dq", "dk", "dv"), results, twin, strict=True):
-                if ours.numel() == 0:
-                    continue
-                difference = float((ours.cpu().float() - theirs.float()).abs().max())
-                size = max(1.0, float(theirs.float().abs().max()))
-                worst = max(worst, difference / size)
-                assert difference < 0.02 * size, f"{case}: {name} differs from the emulator by {difference}"
-        print(f"ok {case}", flush=True)
-    check_graph()
-    check_offsets()
-    print(f"{len(cases())} shapes; largest difference from the emulator {worst:.1e} of the largest value")
+def make_check(checks: dict[str, Callable[[Any], Any]], machine: Any, name: str) -> Result:
+    """Make one check; whatever it raises is its result."""
+    from gpu_checks import LeftOut
+
+    start = time.perf_counter()
+    values: dict[str, float] = {}
+    try:
+        figure = checks[name](machine)
+        if isinstance(figure, tuple):
+            figure, values = figure
+        status = PASSED
+    except LeftOut as reason:
+        status, figure = LEFT_OUT, str(reason)
+    except Exception as error:
+        text = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        status, figure = FAILED, " ".join(text.split())[:600]
+    return Result(name, status, figure, time.perf_counter() - start, values)
 
 
-def check_graph() -> None:
-    """A CUDA graph holds the launches, and another budget is only data to it."""
-    case = Case((300, 200), (4, 2), 64, 32, "bf16", (4, 3))
-    x = on_gpu(make_inputs(case, requires_grad=False))
+def work(connection: Connection, device: str, tiny: bool) -> None:
+    """Make the checks that are asked for, one by one, until the GPU's context is broken or no more are."""
+    import gpu_checks
 
-    def attention() -> Tensor:
-        bounds = (32, 300, 10, 0.125, False)
-        return torch.ops.sb.moba_attention(
-            x.q.detach(), x.k.detach(), x.v.detach(), x.cu_seqlens, x.budget, *bounds
-        )[0]
-
-    attention()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attention()
-    for budget in (4, 1, 7):
-        x.budget.fill_(budget)
-        graph.replay()
-        assert torch.equal(captured, attention()), f"the graph differs at budget {budget}"
-    print("ok CUDA graph, three budgets")
+    machine = gpu_checks.Machine(device, tiny)
+    refusal = machine.refusal()
+    connection.send((refusal, {} if refusal else machine.describe(), list(gpu_checks.CHECKS)))
+    for name in iter(connection.recv, None):
+        result = make_check(gpu_checks.CHECKS, machine, name)
+        is_broken = machine.is_broken()
+        connection.send((result, is_broken))
+        if is_broken:
+            return
 
 
-def check_offsets() -> None:
-    """More than 2^31 elements: the last sequence gives what it gives alone."""
-    free, _ = torch.cuda.mem_get_info()
-    if free < 60e9:
-        print(f"left out: arrays of more than 2^31 elements, {free / 1e9:.0f} GB of memory are free")
-        return
-    heads, dim, last = 128, 128, 300
-    tokens = 2**31 // (heads * dim) + 2 * last
-    generator = torch.Generator("cuda").manual_seed(1)
-
-    def normal(count: int) -> Tensor:
-        shape = (tokens, count, dim)
-        x = torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
-        return x.requires_grad_()
-
-    q, k, v, dout = normal(heads), normal(1), normal(1), normal(heads).detach()
-    cu = torch.tensor([0, tokens - last, tokens], dtype=torch.int32, device="cuda")
-    budget = torch.tensor([[1], [3]], dtype=torch.int32, device="cuda")
-    options = {"block_size": 64, "deterministic": True}
-    out = moba_attention(q, k, v, cu, budget, **options)
-    whole = [t[-last:].clone() for t in (out, *torch.autograd.grad(out, (q, k, v), dout))]
-    alone = [t[-last:].detach().clone().requires_grad_() for t in (q, k, v)]
-    again = moba_attention(*alone, cu[:2] * 0 + cu[:2].new_tensor([0, last]), budget[1:], **options)
-    parts = (again, *torch.autograd.grad(again, alone, dout[-last:]))
-    for name, ours, theirs in zip(("out", "dq"), whole, parts, strict=False):
-        assert torch.equal(ours, theirs), f"{name} differs beyond 2^31 elements"
-    for name, ours, theirs in zip(("dk", "dv"), whole[2:], parts[2:], strict=True):
-        # The second call cuts its lists into parts, so their sums are rounded elsewhere.
-        difference = float((ours.float() - theirs.float()).abs().max())
-        assert difference < 0.02 * float(theirs.float().abs().max()), f"{name} differs beyond 2^31 elements"
-    print("ok arrays of more than 2^31 elements")
+class Refused(Exception):
+    """The kernels do not run here; the text says why."""
 
 
-def check_shapes() -> None:
-    for case in TWO:
-        x = on_gpu(make_inputs(case))
-        for deterministic in (False, True):
-            run(case, x, deterministic)
-    torch.cuda.synchronize()
-    print("ran")
+class Supervisor:
+    """Has checks made in a process of their own, within their times."""
 
+    def __init__(
+        self,
+        start: Callable[[], tuple[Connection, BaseProcess]],
+        sections_s: dict[str, float],
+        total_s: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.start, self.sections_s, self.total_s, self.now = start, sections_s, total_s, now
+        self.begin = now()
+        self.machine: dict[str, str] = {}
+        self.names: list[str] = []
+        self._worker: tuple[Connection, BaseProcess] | None = None
+        self._spent_s: dict[str, float] = {}
 
-def median_ms(call: Callable[[], object], rounds: int) -> float:
-    call()
-    times = []
-    for _ in range(rounds):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    def results(self, wanted: Iterable[str] | None = None) -> Iterator[Result]:
+        """Yield the result of every check, section by section.
 
+        Args:
+            wanted: Sections; None for all.
 
-def measure(length: int, budget: int, heads: tuple[int, int], dim: int, block_size: int) -> dict[str, float]:
-    query_heads, kv_heads = heads
+        Raises:
+            Refused: The kernels do not run here.
+        """
+        try:
+            try:
+                self._connection()
+            except (EOFError, OSError):
+                raise Refused(
+                    "the process that makes the checks ended before the first, as told above"
+                ) from None
+            chosen = list(self.sections_s if wanted is None else wanted)
+            for section in (section for section in self.sections_s if section in chosen):
+                for name in (name for name in self.names if section_of(name) == section):
+                    yield self._result(name)
+        finally:
+            self._stop()
 
-    def normal(count: int) -> Tensor:
-        return torch.randn(length, count, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-
-    q, k, v = normal(query_heads), normal(kv_heads), normal(kv_heads)
-    dout = torch.randn_like(q)
-    cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-    group = query_heads // kv_heads
-
-    def sparse() -> Tensor:
-        return moba_attention(
-            q, k, v, cu, budget, block_size=block_size, max_seqlen=length, max_budget=budget
-        )
-
-    def dense() -> Tensor:
-        repeated = (t.repeat_interleave(group, 1) for t in (k, v))
-        heads_first = [t.transpose(0, 1)[None] for t in (q, *repeated)]
-        return F.scaled_dot_product_attention(*heads_first, is_causal=True)[0].transpose(0, 1)
-
-    row: dict[str, float] = {"length": length, "budget": budget, "head_dim": dim}
-    rounds = 5 if length > 40000 else 10
-    for name, call in (("sparse", sparse), ("dense", dense)):
-        with torch.no_grad():
-            row[f"{name}_forward_ms"] = median_ms(call, rounds)
-        out = call()
-        row[f"{name}_backward_ms"] = median_ms(
-            lambda out=out: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), rounds
-        )
-    with torch.no_grad():
-        row["select_ms"] = median_ms(
-            lambda: torch.ops.sb.moba_select(
-                q,
-                k,
-                cu,
-                torch.full((1, query_heads), budget, dtype=torch.int32, device="cuda"),
-                block_size,
-                length,
-                budget,
-            ),
-            rounds,
-        )
-    return row
-
-
-def check_times(path: Path | None) -> None:
-    rows = []
-    print("length  budget  D    forward ms (select)   dense    backward ms   dense    speed-up")
-    for dim, heads in ((128, (28, 4)), (64, (14, 2))):
-        for length, budget in ((8192, 16), (32768, 32), (131072, 32)):
-            row = measure(length, budget, heads, dim, 256)
-            rows.append(row)
-            ours = row["sparse_forward_ms"] + row["sparse_backward_ms"]
-            dense = row["dense_forward_ms"] + row["dense_backward_ms"]
-            dense_part = f"{row['dense_forward_ms']:10.2f}", f"{row['dense_backward_ms']:10.2f}"
-            print(
-                f"{length:6d}  {budget:6d}  {dim:3d}  {row['sparse_forward_ms']:10.2f} "
-                f"({row['select_ms']:.2f})  "
-                f"{dense_part[0]}  {row['sparse_backward_ms']:10.2f}  {dense_part[1]}  {dense / ours:8.2f}",
-                flush=True,
+    def _result(self, name: str) -> Result:
+        section = section_of(name)
+        total_left = self.total_s - (self.now() - self.begin)
+        section_left = self.sections_s[section] - self._spent_s.get(section, 0.0)
+        if total_left <= 0:
+            return Result(name, LEFT_OUT, f"all {self.total_s:.0f} seconds are used up")
+        if section_left <= 0:
+            return Result(
+                name, LEFT_OUT, f"the {self.sections_s[section]:.0f} seconds of '{section}' are used up"
             )
-    if path is not None:
-        machine = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-        }
-        path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+        began = self.now()
+        result = self._ask(name, max(LEAST_S, min(section_left, total_left)))
+        self._spent_s[section] = self._spent_s.get(section, 0.0) + self.now() - began
+        return result
+
+    def _ask(self, name: str, limit_s: float) -> Result:
+        try:
+            connection = self._connection()
+            connection.send(name)
+            if connection.poll(limit_s):
+                result, is_broken = connection.recv()
+                if is_broken:
+                    self._stop()
+                assert isinstance(result, Result)
+                return result
+            problem = f"no answer within {limit_s:.0f} seconds"
+        except (EOFError, OSError):
+            problem = "its process ended without an answer"
+        self._stop()
+        return Result(name, FAILED, problem)
+
+    def _connection(self) -> Connection:
+        if self._worker is not None and not self._worker[1].is_alive():
+            self._stop()
+        if self._worker is None:
+            self._worker = self.start()
+            if not self._worker[0].poll(START_S):
+                raise EOFError
+            refusal, self.machine, self.names = self._worker[0].recv()
+            if refusal:
+                raise Refused(refusal)
+        return self._worker[0]
+
+    def _stop(self) -> None:
+        if self._worker is not None:
+            connection, process = self._worker
+            process.kill()
+            process.join(10)
+            connection.close()
+            self._worker = None
 
 
-def main() -> None:
+def start_worker(device: str, tiny: bool) -> tuple[Connection, BaseProcess]:
+    """Start the process that makes the checks."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=work, args=(theirs, device, tiny), daemon=False)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
+def verdict(results: list[Result]) -> str:
+    counts = [f"{sum(r.status == s for r in results)} {s}" for s in (PASSED, FAILED, LEFT_OUT)]
+    return ", ".join(counts)
+
+
+def page(machine: dict[str, str], results: list[Result]) -> str:
+    """Return the results as Markdown."""
+    lines = [
+        f"# CUDA kernels on {machine.get('device', 'an unknown machine')}",
+        "",
+        "Written by `benchmarks/gpu_check.sh`; "
+        + ", ".join(f"{name} {value}" for name, value in machine.items() if name != "device")
+        + ".",
+        "",
+        f"**{verdict(results)}.**",
+        "",
+        "| check | result | seconds | figure |",
+        "|---|---|---|---|",
+    ]
+    for r in results:
+        figure = r.figure.replace("|", "\\|")
+        lines.append(f"| {r.check} | {r.status} | {r.seconds:.1f} | {figure} |")
+    return "\n".join(lines) + "\n"
+
+
+def write(folder: Path, machine: dict[str, str], results: list[Result]) -> Path:
+    """Write gpu_<machine>.json and .md and return the page's path."""
+    name = re.sub("[^a-z0-9]+", "_", machine.get("device", "unknown").split("(")[0].lower()).strip("_")
+    folder.mkdir(parents=True, exist_ok=True)
+    report = {"machine": machine, "verdict": verdict(results), "checks": [asdict(r) for r in results]}
+    (folder / f"gpu_{name}.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    path = folder / f"gpu_{name}.md"
+    path.write_text(page(machine, results), "utf-8")
+    return path
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=["ops", "shapes", "times"])
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    cuda = next(backend for backend in backends() if backend.name == "cuda")
-    if not cuda.available:
-        raise SystemExit(f"the CUDA kernels do not run here: {cuda.reason}")
-    print(cuda.reason)
-    if options.what == "times":
-        check_times(options.json)
-    elif options.what == "shapes":
-        check_shapes()
-    else:
-        check_ops()
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: try out the checks")
+    parser.add_argument("--tiny", action="store_true", help="small shapes")
+    parser.add_argument("--only", action="append", choices=list(SECTIONS_S), help="a section; several times")
+    parser.add_argument("--total-s", type=float, default=285, help="seconds for all checks")
+    parser.add_argument("--output", type=Path, help="folder of the results, instead of benchmarks/results")
+    parser.add_argument("--shapes", action="store_true", help="run all ops on two shapes, and nothing else")
+    options = parser.parse_args(arguments)
+    if options.shapes:
+        import gpu_checks
+
+        gpu_checks.tools.run_shapes(gpu_checks.Machine(options.device, options.tiny))
+        return 0
+    # Whoever tries out the checks waits for them.
+    on_gpu = options.device == "cuda"
+    limits = {name: float(limit_s) if on_gpu else PATIENCE_S for name, limit_s in SECTIONS_S.items()}
+    total_s = options.total_s if on_gpu else PATIENCE_S
+    supervisor = Supervisor(lambda: start_worker(options.device, options.tiny), limits, total_s)
+    results: list[Result] = []
+    try:
+        for result in supervisor.results(options.only):
+            results.append(result)
+            print(f"{result.status:<9} {result.check:<32} {result.figure}", flush=True)
+    except Refused as reason:
+        print(
+            f"\ngpu_check: {reason}.\n"
+            "  Why it matters: the checks run the kernels, on a GPU of compute capability 8.0 or later.\n"
+            "  What to do: run benchmarks/gpu_check.sh where there is one, with a torch built for CUDA; "
+            "benchmarks/gpu_check.py --device cpu --tiny tries out the checks themselves.",
+            file=sys.stderr,
+        )
+        return 2
+    print(verdict(results))
+    folder = options.output or (RESULTS if on_gpu else None)
+    if folder is not None:
+        print(f"written: {write(folder, supervisor.machine, results)}")
+    return int(any(result.status == FAILED for result in results))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

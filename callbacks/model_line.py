@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelLine"]
 
+HALVES = {"bf16": torch.bfloat16, "16": torch.float16}
+"""Dtype of the attention by the first part of the Trainer's precision, where that sets it."""
 UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "K"))
 
 
@@ -35,7 +38,7 @@ def describe_model(trainer: Trainer, pl_module: LightningModule) -> str:
     """Return the line.
 
     Args:
-        trainer: Tells the device.
+        trainer: Tells the device and the precision.
         pl_module: Module whose `model`, if it has one, is the network.
     """
     network = getattr(pl_module, "model", None) or pl_module
@@ -43,11 +46,11 @@ def describe_model(trainer: Trainer, pl_module: LightningModule) -> str:
     total = sum(size for size, _ in sizes)
     trainable = sum(size for size, is_trained in sizes if is_trained)
     line = f"model: {type(network).__name__}, {_short(total)} parameters, {_short(trainable)} trainable"
-    attention = _attention(trainer.strategy.root_device.type, pl_module)
+    attention = _attention(trainer.strategy.root_device, str(trainer.precision), pl_module)
     return f"{line}, attention: {attention}" if attention else line
 
 
-def _attention(device: str, pl_module: LightningModule) -> str | None:
+def _attention(device: torch.device, precision: str, pl_module: LightningModule) -> str | None:
     if not hasattr(pl_module, "sparse_settings"):
         return None
     settings: Any = pl_module.sparse_settings
@@ -56,10 +59,12 @@ def _attention(device: str, pl_module: LightningModule) -> str | None:
     from sb_lightning.attention import backends
     from sb_lightning.attention.backends import choose_backend
 
+    own = (parameter.dtype for parameter in pl_module.parameters() if parameter.is_floating_point())
+    dtype = HALVES.get(precision.split("-")[0]) or next(own, None)
     runs = ""
     # Where none runs, the first step says why.
     with contextlib.suppress(RuntimeError, ValueError):
-        name = choose_backend(getattr(settings, "backend", None), device)
+        name = choose_backend(getattr(settings, "backend", None), device, dtype)
         isa = next((backend.detail.get("isa") for backend in backends() if backend.name == name), None)
         runs = f" {name}/{isa}" if isa else f" {name}"
     return f"moba{runs}, block {settings.block_size}, budget {settings.budget}"

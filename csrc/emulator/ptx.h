@@ -232,7 +232,8 @@ inline uint16_t NarrowToHalf(float x) {
   if (size >= 65520.0f) return static_cast<uint16_t>(sign | 0x7c00);
   int exponent;
   std::frexp(size, &exponent);
-  exponent = exponent < -13 ? -13 : exponent;  // of the smallest normal number
+  // Of the smallest normal number; zero has none of its own.
+  exponent = size == 0 || exponent < -13 ? -13 : exponent;
   // In units of the last digit; what rounds up to the next power of two carries into the exponent.
   const auto digits = static_cast<uint32_t>(std::nearbyint(std::ldexp(size, 11 - exponent)));
   return static_cast<uint16_t>(sign | (static_cast<uint32_t>(exponent + 13) * 1024 + digits));

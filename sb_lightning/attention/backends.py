@@ -68,8 +68,7 @@ def _cuda_backend() -> Backend:
     if why:
         return Backend("cuda", False, f"{why}; {change}")
     if not torch.cuda.is_available():
-        why = "torch sees no CUDA device" if torch.version.cuda else f"torch {torch.__version__} has no CUDA"
-        return Backend("cuda", False, f"CUDA kernels are built, but {why}")
+        return Backend("cuda", False, _no_gpu())
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
     others = {i: _device_refusal(i)[0] for i in range(torch.cuda.device_count())}
     refused = "; ".join(f"cuda:{i}: {text}" for i, text in others.items() if text)
@@ -102,9 +101,18 @@ def _build_refusal() -> tuple[str, str]:
     return "", ""
 
 
+def _no_gpu() -> str:
+    why = "torch sees no CUDA device" if torch.version.cuda else f"torch {torch.__version__} has no CUDA"
+    return f"CUDA kernels are built, but {why}"
+
+
 def _device_refusal(index: int | None) -> tuple[str, str]:
     """Return why a GPU does not run the CUDA kernels, and what to change; empty where it does."""
-    major, minor = torch.cuda.get_device_capability(index)
+    try:
+        major, minor = torch.cuda.get_device_capability(index)
+    except (AssertionError, RuntimeError):
+        # Torch was built without CUDA, or there is no such GPU.
+        return _no_gpu(), "use a torch built for CUDA, on a machine with a GPU"
     if (major, minor) >= LEAST_CAPABILITY:
         return "", ""
     name = torch.cuda.get_device_name(index)

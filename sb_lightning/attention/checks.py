@@ -318,7 +318,9 @@ def trust_bounds(
     longest = min(max_seqlen, tokens)
     num_blocks = -(-longest // block_size)
     most = budget if max_budget is None else max_budget
-    if most is None or most < 1 or longest < 0 or num_blocks > MAX_BLOCKS or longest * group > INT32_MAX:
+    if most is None or most < 1 or longest < min(1, tokens):
+        return None
+    if num_blocks > MAX_BLOCKS or longest * group > INT32_MAX:
         return None
     used = None if budget is None else min(budget, num_blocks)
     if used is not None and used > most:

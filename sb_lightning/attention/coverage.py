@@ -44,7 +44,8 @@ def moba_coverage(
         cu_seqlens: Where sequences start, and the end # [N + 1] int32
         block_size: Keys per block, a multiple of 16.
         max_rank: Ranks to return: the largest budget of interest less 1. As `max_seqlen` has if None.
-        max_seqlen: Bound of the lengths. Read from `cu_seqlens` if None, except under `torch.compile`.
+        max_seqlen: Bound of the lengths. Read from `cu_seqlens` if None, except under `torch.compile`. On a
+            GPU, where it is given, nothing in `cu_seqlens` is read or checked.
         row_stride: Distance of the sampled rows.
         backend: "cpu", "cuda", "reference" or None for the best available.
 

@@ -74,7 +74,7 @@ def moba_attention(
         max_budget: Bound of the budgets, likewise; it sizes the selection. More than the blocks of
             `max_seqlen` tokens is cut to those. On a GPU, with both bounds given (an int budget is its own),
             nothing is read, so that nothing waits for the device, and nothing in `cu_seqlens` and `budget`
-            is checked either.
+            is checked either: to find a bad value there, leave a bound out.
         scale: Factor of the logits; head_dim^-0.5 if None.
         deterministic: Ask for gradients that are the same bit for bit in every run, as
             `torch.use_deterministic_algorithms` does. On CPU they always are, for any number of threads;

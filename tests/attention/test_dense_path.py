@@ -140,6 +140,7 @@ def test_given_bounds_wait_for_nothing(options, budget, monkeypatch, calls):
         ({"max_seqlen": 59, "max_budget": 0}, "max_seqlen is 59"),
         ({"max_seqlen": 64, "max_budget": 0}, "max_budget is 0"),
         ({"max_seqlen": 64, "max_budget": 1}, "max_budget is 1"),
+        ({"max_seqlen": 0}, "max_seqlen is 0"),
         ({"max_seqlen": -1}, "max_seqlen is -1"),
     ],
 )

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
+import pytest
 import torch
+from attention.fake_gpu import report_gpu
 from packed_run import PackedModule, loader, packed, sparse, trainer
 
 from sb_lightning.attention import backends
 from sb_lightning.callbacks import ModelLine
+from sb_lightning.callbacks.model_line import describe_model
 
 
 class Sized(PackedModule):
@@ -43,3 +47,22 @@ def test_dense_attention_and_modules_without(tmp_path, caplog):
     module = PackedModule()
     del module.sparse_settings
     assert line(tmp_path, caplog, module) == "model: PackedModule, 1 parameters, 1 trainable"
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "name"),
+    [
+        ("32-true", torch.float32, "reference"),
+        ("32-true", torch.bfloat16, "cuda"),
+        ("bf16-mixed", torch.float32, "cuda"),
+        ("16-true", torch.float32, "cuda"),
+        ("64-true", torch.float64, "reference"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:(?s).*attention runs on backend 'reference'")
+def test_a_gpu_runs_what_the_precision_allows(precision, dtype, name, monkeypatch):
+    report_gpu(monkeypatch, (9, 0))
+    strategy = SimpleNamespace(root_device=torch.device("cuda:0"))
+    module = Sized(sparse(16, 3)).to(dtype)
+    found = describe_model(SimpleNamespace(strategy=strategy, precision=precision), module)
+    assert found.endswith(f"attention: moba {name}, block 16, budget 3")

@@ -3,9 +3,10 @@
     python tests/cuda/mutations.py              # all of tests/cuda/mutations/*.patch
     python tests/cuda/mutations.py NAME ...     # some
 
-A patch says in its first line how it is caught: `mode: BUILD CASES SETTINGS...`, with a build of plain, asan
-or tsan and the arguments of csrc/tests/test_cuda_kernels.cpp, or of test_cuda_tuning.cpp where the set of
-cases is one of its own. The clean kernels must pass the same modes.
+A patch says in its first line how it is caught: `mode: BUILD CASES SETTINGS...`, with a build of plain, asan,
+tsan or ptx and the arguments of csrc/tests/test_cuda_kernels.cpp, or of test_cuda_tuning.cpp where the set of
+cases is one of its own. The clean kernels must pass the same modes. Build ptx runs what nvcc makes of the
+kernels (ptx_lane.py), for bugs in inline assembly, which no other build sees.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import ptx_lane
+
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = Path(__file__).resolve().parent / "mutations"
 CACHE = ROOT / "build" / "mutations"
@@ -29,6 +32,7 @@ BUILDS = {
     "plain": ([], []),
     "asan": (["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], ["-fsanitize=address"]),
     "tsan": (["-fsanitize=thread"], ["-DEMULATOR_TSAN", "-fno-tree-loop-distribute-patterns"]),
+    "ptx": ([], []),
 }
 # The test programs, by their sets of cases.
 PROGRAMS = {
@@ -59,7 +63,7 @@ class Mutation:
 
 def read(patch: Path) -> Mutation:
     first = patch.read_text().splitlines()[0]
-    found = re.fullmatch(r"mode: (plain|asan|tsan) (.*)", first)
+    found = re.fullmatch(r"mode: (plain|asan|tsan|ptx) (.*)", first)
     if found is None:
         raise SystemExit(f"{patch.name}: its first line is no 'mode: BUILD CASES SETTINGS...'")
     return Mutation(patch, found[1], found[2].split())
@@ -76,6 +80,8 @@ def sources(tree: Path) -> list[Path]:
 
 
 def compile_one(tree: Path, source: Path, build: str, out: Path) -> Path:
+    if build == "ptx" and source.suffix == ".cu":
+        return ptx_lane.compile_kernels(tree, source, out, ptx_lane.VARIANTS["tiny"], "sm_90a", [])
     is_runtime = source.parent.name == "emulator"
     flags = BUILDS[build][1 if is_runtime else 0]
     target = out / f"{source.stem}.o"
@@ -114,7 +120,8 @@ def link(objects: list[Path], build: str, test: str, program: Path) -> None:
 
 def run(program: Path, mutation: Mutation) -> str:
     """Return what was found, or an empty string."""
-    extra = ["stack_kb=32"] if mutation.build == "tsan" else []
+    stacks = {"tsan": 32, "ptx": ptx_lane.STACK_KB}
+    extra = [f"stack_kb={stacks[mutation.build]}"] if mutation.build in stacks else []
     fixed = ["setarch", "-R"] if mutation.build == "tsan" and can_fix_addresses() else []
     done = subprocess.run(
         [*fixed, str(program), *mutation.arguments, *extra],
@@ -144,7 +151,9 @@ def clean_objects(build: str, pool: ThreadPoolExecutor) -> dict[Path, Path]:
 
     def fresh(source: Path) -> Path:
         target = out / f"{source.stem}.o"
-        newest = max((ROOT / path).stat().st_mtime for path in included(source, ROOT))
+        inputs = [ROOT / path for path in included(source, ROOT)]
+        inputs += ptx_lane.translator() if build == "ptx" else []
+        newest = max(path.stat().st_mtime for path in inputs)
         return (
             target
             if target.exists() and target.stat().st_mtime > newest
@@ -175,6 +184,8 @@ def plant(mutation: Mutation, clean: dict[Path, Path]) -> str:
         }
         objects = []
         for path, ready in clean.items():
+            if path.suffix == ".cu" and path.stem not in ptx_lane.KERNELS[mutation.program]:
+                continue
             again = included(tree / path, tree) & changed
             objects.append(compile_one(tree, tree / path, mutation.build, tree) if again else ready)
         link(objects, mutation.build, mutation.program, tree / "program")
@@ -183,6 +194,9 @@ def plant(mutation: Mutation, clean: dict[Path, Path]) -> str:
 
 def main(names: list[str]) -> int:
     mutations = [read(path) for path in sorted(PATCHES.glob("*.patch")) if not names or path.stem in names]
+    if why := ptx_lane.missing():
+        print(f"bugs for build ptx are left out: {why}")
+        mutations = [mutation for mutation in mutations if mutation.build != "ptx"]
     missed = 0
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         clean = {build: clean_objects(build, pool) for build in sorted({m.build for m in mutations})}

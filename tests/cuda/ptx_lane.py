@@ -5,12 +5,14 @@
     python tests/cuda/ptx_lane.py --tsan tiny              # under ThreadSanitizer
 
 A set of cases is one of csrc/tests/test_cuda_kernels.cpp or test_cuda_tuning.cpp, and its results are held
-to the same tolerances as those of the kernels' source. nvcc is needed, a GPU is not.
+to the same tolerances as those of the kernels' source. nvcc is needed, a GPU is not. What this proves, and
+what not: docs/cuda_emulator.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import shutil
@@ -30,9 +32,15 @@ NVCC_FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-ptx"]
 WRAPPERS = ("attention/cuda/device.cuh", "/include/")
 # Storage type and head_dim that a set of cases uses; a kernel that is built for others is left out.
 EVERYTHING = tuple((dtype, d) for dtype in ("Bf16", "Fp16") for d in (32, 64, 128))
-VARIANTS = {"tiny": (("Bf16", 64),), "long": (("Bf16", 32),)}
-VARIANTS["few"] = (("Bf16", 64), ("Fp16", 64), ("Bf16", 128))
+VARIANTS = {"tiny": (("Bf16", 64),), "long": (("Bf16", 32),), "ranks_tiny": (("Bf16", 32),)}
+VARIANTS["few"] = VARIANTS["ranks_few"] = (("Bf16", 64), ("Fp16", 64), ("Bf16", 128))
+VARIANTS["budgets_few"] = VARIANTS["budgets"] = ()
 DEFAULT = ("few", "ranks_few", "budgets_few")
+# The .cu files that the test programs need.
+KERNELS = {"test_cuda_kernels": ("select", "index", "forward", "backward", "layout")}
+KERNELS["test_cuda_tuning"] = ("coverage", "budget", "select", "layout")
+# Every register of a kernel may have a place of its own on the stack.
+STACK_KB = 512
 TSAN = {"TSAN_OPTIONS": "atexit_sleep_ms=0 halt_on_error=1"}
 
 
@@ -40,20 +48,38 @@ def missing() -> str:
     """Return why the PTX lane cannot run here, or an empty string."""
     if not (ROOT / "csrc").is_dir():
         return "the kernels' sources are not here: the tests run on an installed package"
-    for program, why in (("nvcc", "the CUDA compiler writes the PTX"), ("objcopy", "it is part of binutils")):
-        if shutil.which(program) is None:
-            return f"{program} is not on PATH: {why}"
+    if not nvcc():
+        return "no nvcc, neither on PATH nor from PyPI: the CUDA compiler writes the PTX"
+    if shutil.which("objcopy") is None:
+        return "objcopy is not on PATH: it is part of binutils"
     return "" if shutil.which(compiler()[0]) else "no C++ compiler"
+
+
+@functools.cache
+def nvcc() -> str:
+    """Return the path of the CUDA compiler, or an empty string."""
+    sys.path.append(str(ROOT / "csrc"))
+    from cuda_build import find_nvcc
+
+    found = find_nvcc()
+    return found.path if found else ""
 
 
 def compiler() -> list[str]:
     return os.environ.get("CXX", "g++").split()
 
 
+def translator() -> list[Path]:
+    """Return the files that decide what becomes of PTX."""
+    here = Path(__file__)
+    return [here, *(here.parent / "ptx").glob("*.py"), ROOT / "csrc" / "emulator" / "ptx.h"]
+
+
 def is_wanted(name: str, variants: tuple[tuple[str, int], ...]) -> bool:
     """Tell whether a kernel, by its mangled name, is for one of the variants or for all."""
     dtype, d = re.search(r"\d(Bf16|Fp16)E", name), re.search(r"Li(32|64|128)E", name)
-    return any((not dtype or dtype[1] == v[0]) and (not d or int(d[1]) == v[1]) for v in variants)
+    fits = ((not dtype or dtype[1] == v[0]) and (not d or int(d[1]) == v[1]) for v in variants)
+    return not (dtype or d) or any(fits)
 
 
 def run(command: list[str]) -> None:
@@ -67,10 +93,11 @@ def compile_kernels(
     ptx, text = out / f"{source.stem}.ptx", out / f"{source.stem}.cpp"
     host, device = out / f"{source.stem}.host.o", out / f"{source.stem}.device.o"
     include = f"-I{tree / 'csrc'}"
-    run(["nvcc", *NVCC_FLAGS, include, f"-arch={arch}", source, "-o", ptx])
+    run([nvcc(), *NVCC_FLAGS, include, f"-arch={arch}", source, "-o", ptx])
     module = parse(ptx.read_text(), WRAPPERS)
     text.write_text(translate(module, ptx.name, lambda name: is_wanted(name, variants), str(tree)))
-    run([*compiler(), *FLAGS, *flags, "-O1", include, "-c", text, "-o", device])
+    # nvcc has optimised already.
+    run([*compiler(), *FLAGS, *flags, "-O0", include, "-c", text, "-o", device])
     # The translated kernels have the kernels' names. These give way to them, none being inlined.
     run([*compiler(), *FLAGS, "-O0", include, "-x", "c++", "-c", source, "-o", host])
     run(["objcopy", "--weaken", host])
@@ -86,22 +113,18 @@ def compile_kernels(
 
 def build(test: str, variants: tuple[tuple[str, int], ...], arch: str, tsan: bool) -> Path:
     """Return a program of csrc/tests with the translated kernels; compile what has changed."""
-    tags = [f"{dtype}{d}" for dtype, d in variants] if variants != EVERYTHING else ["all"]
+    tags = ["all"] if variants == EVERYTHING else [f"{dtype}{d}" for dtype, d in variants] or ["none"]
     out = BUILD / "-".join([arch, *(["tsan"] if tsan else []), *tags])
     out.mkdir(parents=True, exist_ok=True)
     csrc = ROOT / "csrc"
-    kernels = sorted((csrc / "attention" / "cuda").glob("*.cu"))
+    kernels = [csrc / "attention" / "cuda" / f"{name}.cu" for name in KERNELS[test]]
     others = [*sorted((csrc / "emulator").glob("*.cpp")), csrc / "tests" / f"{test}.cpp"]
     watched = ["-fsanitize=thread"] if tsan else []
     runtime = ["-DEMULATOR_TSAN", "-fno-tree-loop-distribute-patterns"] if tsan else []
 
     def compiled(source: Path) -> Path:
         target = out / f"{source.stem}.o"
-        inputs = [
-            *included(source, ROOT),
-            *Path(__file__).parent.glob("ptx*/*.py"),
-            csrc / "emulator" / "ptx.h",
-        ]
+        inputs = [*included(source, ROOT), *translator()]
         if target.exists() and target.stat().st_mtime > max(path.stat().st_mtime for path in inputs):
             return target
         if source.suffix == ".cu":
@@ -144,14 +167,15 @@ def main() -> int:
     parser.add_argument("--tsan", action="store_true", help="under ThreadSanitizer")
     options = parser.parse_args()
     if why := missing():
-        raise SystemExit(f"{why}: the PTX lane cannot run. To fix it, install the CUDA toolkit and g++.")
+        raise SystemExit(
+            f"{why}: the PTX lane cannot run. To fix it, run `make lab-ptx`, which installs nvcc."
+        )
     failed = 0
     for cases in options.words[:1] or DEFAULT:
-        variants = VARIANTS.get(cases.removeprefix("ranks_"), EVERYTHING)
-        variants = VARIANTS["tiny"] if cases.startswith("budgets") else variants
+        variants = VARIANTS.get(cases, EVERYTHING)
         program = build(test_of(cases), variants, options.arch, options.tsan)
         fixed = ["setarch", "-R"] if options.tsan and shutil.which("setarch") else []
-        settings = [*options.words[1:], *(["stack_kb=64"] if options.tsan else [])]
+        settings = [f"stack_kb={STACK_KB}", *options.words[1:]]
         print(f"{options.arch} {cases}:", end=" ", flush=True)
         done = subprocess.run([*fixed, str(program), cases, *settings], env={**os.environ, **TSAN})
         failed += done.returncode != 0

@@ -96,6 +96,9 @@ struct CudaProblem {
     if (cu_seqlens.dim() != 1 || cu_seqlens.numel() < 1)
       Refuse("cu_seqlens has shape " + Shape(cu), "it holds the sequence bounds",
              "pass [sequences + 1]");
+    if (cu_seqlens.numel() == 1 && tokens > 0)
+      Refuse("cu_seqlens has one number and q has " + std::to_string(tokens) + " tokens",
+             "every token belongs to a sequence", "pass [sequences + 1]");
     if (block_size < 16 || block_size % 16 != 0 || block_size > kMaxBlockSize)
       Refuse("block_size is " + std::to_string(block_size),
              "the kernels work in steps of 16 keys, below 2^31", "pass a positive multiple of 16");
@@ -111,7 +114,7 @@ struct CudaProblem {
     // Kernels step over rows in 32 bits, up to a tile of the index (2^23 rows) past the last.
     if (tokens * (query_heads / kv_heads) > (int64_t{1} << 31) - (int64_t{1} << 24))
       Refuse("q has " + std::to_string(tokens) + " tokens",
-             "tokens times query heads per KV head must stay below 2^31", "pass fewer tokens");
+             "tokens times query heads per KV head must not pass 2^31 - 2^24", "pass fewer tokens");
     problem.tokens = tokens;
     problem.query_heads = query_heads;
     problem.kv_heads = kv_heads;

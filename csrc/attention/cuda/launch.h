@@ -33,12 +33,12 @@ inline int64_t DivideUp(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 #if defined(__CUDACC__)
 inline void CheckCuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(
-        std::string("CUDA refused ") + what + " (" + cudaGetErrorString(error) +
-        "): an attention kernel cannot run. To fix it, look for an earlier CUDA "
-        "error (CUDA_LAUNCH_BLOCKING=1 shows where), and see that `sb doctor` "
-        "names this GPU.");
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // the next launch is not to blame
+  throw std::runtime_error(std::string("CUDA refused ") + what + " (" + cudaGetErrorString(error) +
+                           "): an attention kernel cannot run. To fix it, look for an earlier CUDA "
+                           "error (CUDA_LAUNCH_BLOCKING=1 shows where), and see that `sb doctor` "
+                           "names this GPU.");
 }
 #endif
 
@@ -105,7 +105,8 @@ inline int64_t MaxTiles(const Problem& p, int64_t tile_rows) {
   return p.tokens * (p.query_heads / p.kv_heads) / tile_rows + p.sequences;
 }
 inline int64_t MaxLength(const Problem& p, int64_t max_seqlen) {
-  return max_seqlen < 0 ? p.tokens : std::min(max_seqlen, p.tokens);
+  // 0 cannot be right where there are tokens, and no size that follows from it may be 0.
+  return max_seqlen <= 0 ? p.tokens : std::min(max_seqlen, p.tokens);
 }
 
 constexpr int64_t kAnyNumber = INT64_MAX;

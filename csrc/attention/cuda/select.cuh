@@ -197,10 +197,12 @@ __global__ void __launch_bounds__(kSelectThreads, D == 128 ? 2 : 4)
     const int size = static_cast<int>(a.p.block_size);
     // key_stride bounds it already where max_seqlen bounds the lengths.
     const int past = min((row1 - 1) / head.group / size, a.key_stride - 8);
-    int least = BudgetOf(a.p, head, 0), most = least;
+    // A budget that the CPU refuses cannot make the kernel write astray.
+    const auto budget_of = [&](int g) { return min(max(BudgetOf(a.p, head, g), 1), width + 1); };
+    int least = budget_of(0), most = least;
     for (int g = 1; g < head.group; ++g) {
-      least = min(least, BudgetOf(a.p, head, g));
-      most = max(most, BudgetOf(a.p, head, g));
+      least = min(least, budget_of(g));
+      most = max(most, budget_of(g));
     }
     if (least - 1 < past && most > 1) {
       __syncthreads();  // all are done with the tile before
@@ -212,7 +214,7 @@ __global__ void __launch_bounds__(kSelectThreads, D == 128 ? 2 : 4)
     }
     for (int r = warp * 16; r < warp * 16 + 16 && row0 + r < row1; ++r) {
       const int row = row0 + r, token = row / head.group, g = row - token * head.group;
-      const int have = min(token / size, past), want = min(have, BudgetOf(a.p, head, g) - 1);
+      const int have = min(token / size, past), want = min(have, budget_of(g) - 1);
       int16_t* out =
           a.selection + ((head.kv * head.group + g) * a.p.tokens + head.start + token) * width;
       if (want == have) {

@@ -78,7 +78,7 @@ _SHARED = re.compile(r"\.extern\s+\.shared\s+\.align\s+\d+\s+\.b8\s+([\w$]+)\[\]
 _ENTRY = re.compile(r"(?:\.visible\s+|\.weak\s+)?\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)(?=\{)")
 _PARAMETER = re.compile(r"\s*\.param\s+\.align\s+8\s+\.b8\s+([\w$]+)\[(\d+)\]\s*")
 _LIMITS = re.compile(r"(?:\s*\.(?:maxntid|minnctapersm|reqntid)\s+[\d, ]+)*\s*")
-_HEADER = re.compile(r"(?:\s*\.(?:version|target|address_size)\s+[^\n]*)*\s*")
+_HEADER = re.compile(r"\.(?:version|target|address_size)\s+[^\n]*")
 _TOKEN = re.compile(
     r"(?P<brace>[{}])|\.loc\s+(?P<place>[^\n]*)|(?P<label>[\w$]+):|\.pragma[^;]*;"
     r"|\.reg\s+\.(?P<type>\w+)\s+(?P<registers>[^;]+);"
@@ -114,9 +114,8 @@ def parse(text: str, wrappers: tuple[str, ...] = ()) -> Module:
         body = _Body(rest, head.end(), files, wrappers)
         entries.append(Entry(head[1], parameter[1], int(parameter[2]), body.statements))
         at = body.end
-    others = "".join([*before, rest[at:]])
-    if _HEADER.fullmatch(others) is None:
-        raise PtxError(f"unknown directive of a module: {others.split(';')[0].strip()[-200:]}")
+    if others := _HEADER.sub("", "".join([*before, rest[at:]])).strip():
+        raise PtxError(f"unknown directive of a module: {others.splitlines()[0]}")
     return Module(shared, entries)
 
 

@@ -183,7 +183,8 @@ class _Function:
 
     def _guarded(self, instruction: Instruction) -> str:
         file = self._place.file.removeprefix(self._root).lstrip("/")
-        self._here = f'"{file}:{self._place.line}, {self._source}", {instruction.line}'
+        place = f"{file}:{self._place.line}, " if file else ""
+        self._here = f'"{place}{self._source}", {instruction.line}'
         try:
             text = self._instruction(instruction.opcode, list(instruction.operands))
         except (PtxError, KeyError, ValueError, IndexError) as error:
@@ -437,7 +438,7 @@ class _Function:
         if opcode == "cp.async.wait_group":
             return f"WaitForCopies({int(operands[0])});"
         _only(opcode, ("cp.async.cg.shared.global",))
-        target, source = (re.fullmatch(r"\[(%\w+)(?:\+(-?\d+))?\]", x) for x in operands[:2])
+        target, source = (re.fullmatch(r"\[([%\w$]+)(?:\+(-?\d+))?\]", x) for x in operands[:2])
         if target is None or source is None:
             raise PtxError("other operands")
         to = f"{self._read(target[1], 'u32')} + static_cast<uint32_t>({target[2] or 0})"
