@@ -12,7 +12,7 @@ CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -
 SOURCES := $(CXX_FILES) csrc/cuda_build.py setup.py pyproject.toml
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help quickstart test check format cpp-test sanitize lab lab-mutations cuda-compile doctor clean
+.PHONY: help quickstart test check format cpp-test sanitize lab lab-ptx lab-mutations cuda-compile doctor clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,8 +46,11 @@ lab: $(VENV)/.dev  ## the CUDA kernels on the emulator: all schedules and saniti
 	ctest --test-dir build/cmake -L lab -j 2 --output-on-failure
 	SB_LAB=1 $(BIN)/python -m pytest -q tests/cuda -k test_lab_fuzz
 
-lab-mutations: $(VENV)/.dev  ## plant known bugs in the CUDA kernels: each must be caught (some 4 minutes)
+lab-mutations: $(VENV)/.dev $(VENV)/.nvcc  ## plant known bugs in the CUDA kernels: each must be caught (some 6 minutes)
 	$(BIN)/python tests/cuda/mutations.py
+
+lab-ptx: $(VENV)/.dev $(VENV)/.nvcc  ## the CUDA kernels as nvcc compiles them, on the emulator (a minute)
+	$(BIN)/python tests/cuda/ptx_lane.py
 
 cuda-compile: $(VENV)/.dev $(VENV)/.nvcc  ## compile the CUDA kernels for all architectures; spills are errors
 	$(BIN)/python benchmarks/cuda_kernels.py
@@ -88,12 +91,15 @@ $(VENV)/.nvcc: requirements/nvcc.txt | $(VENV)/.torch
 	@command -v "$${NVCC:-nvcc}" >/dev/null || { echo "no nvcc on PATH: installing that of PyPI ..."; $(PIP) install --no-deps -r $<; }
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch $(if $(filter 1,$(SB_BUILD_CUDA)),$(VENV)/.nvcc) $(SOURCES)
+BUILT_FROM := $(VENV)/.torch $(if $(filter 1,$(SB_BUILD_CUDA)),$(VENV)/.nvcc) $(SOURCES)
+
+$(VENV)/.installed: $(BUILT_FROM)
 	@echo "installing the dependencies and building the extension ..."
 	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.installed
-	@echo "installing the development tools ..."
+# Beside .installed, not after it: each builds the extension, and one is enough.
+$(VENV)/.dev: $(BUILT_FROM)
+	@echo "installing the dependencies and the development tools, building the extension ..."
 	@$(PIP) install -c $(CONSTRAINTS) --no-build-isolation -e '.[dev]'
-	@touch $@
+	@touch $(VENV)/.installed $@
