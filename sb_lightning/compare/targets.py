@@ -59,11 +59,12 @@ def _tuning(rows: Figures) -> Iterator[Target]:
         if name not in rows or control not in rows:
             continue
         tuned, uniform = rows[name], rows[control]
+        speedup = _at_coverage_of(tuned, uniform, rows.get("sab"))
         yield Target(
-            what=f"{tuned['label']} is faster than one smaller budget for all",
-            measured=f"{tuned['speedup']:.3f}x with coverage {tuned['coverage_change']:+.4f}, against "
-            f"{uniform['speedup']:.3f}x with {uniform['coverage_change']:+.4f}",
-            is_met=tuned["speedup"] > uniform["speedup"],
+            what=f"{tuned['label']} is faster than one smaller budget for all, at equal change of coverage",
+            measured=f"{tuned['speedup']:.3f}x at {tuned['coverage_change']:+.4f}, against {speedup:.3f}x "
+            f"(from {uniform['speedup']:.3f}x at {uniform['coverage_change']:+.4f})",
+            is_met=tuned["speedup"] > speedup,
         )
     if "sab_dst" not in rows:
         return
@@ -78,6 +79,23 @@ def _tuning(rows: Figures) -> Iterator[Target]:
             is_met=slack["speedup"] >= 0.99 * mean["speedup"]
             and slack["coverage_change"] >= mean["coverage_change"],
         )
+
+
+def _at_coverage_of(
+    tuned: Mapping[str, Any], uniform: Mapping[str, Any], untuned: Mapping[str, Any] | None
+) -> float:
+    """Return the control's speedup at the tuned arm's change of coverage.
+
+    Budgets are whole numbers and the control follows from round to round, so that the two changes differ a
+    little: between no change, as in +SAB, and the control's, time is taken as linear in coverage.
+    """
+    speedup = float(uniform["speedup"])
+    if untuned is None or not uniform["coverage_change"]:
+        return speedup
+    share = tuned["coverage_change"] / uniform["coverage_change"]
+    time = (1 - share) / untuned["speedup"] + share / speedup
+    # Far from the control's own change the line says nothing.
+    return 1 / time if 0.5 <= share <= 2 and time > 0 else speedup
 
 
 def _predictions(rows: Figures) -> Iterator[Target]:

@@ -22,7 +22,7 @@ def found():
         "sab": row("+SAB", speedup=1.3, speedup_predicted=1.35),
         "sab_dst": row("+SAB+DST"),
         "sab_dst_slack": row("slack", coverage_change=0.0),
-        "sab_uniform": row("uniform", speedup=1.33),
+        "sab_uniform": row("uniform", speedup=1.35),
     }
 
 
@@ -53,6 +53,17 @@ def test_each_can_be_missed(arm, changed, what, found):
     (text,) = missed(found)
     assert what in text
     assert f"- MISSED: {text}" in show_targets(found)
+
+
+def test_the_control_is_held_to_the_same_change_of_coverage(found):
+    # It gives up twice as much, and half way from +SAB takes 1 / 1.3 / 2 + 1 / 1.5 / 2 of Baseline's time.
+    found["sab_uniform"].update(speedup=1.5, speedup_predicted=1.5, coverage_change=-0.02)
+    assert missed(found) == []
+    assert "against 1.393x (from 1.500x at -0.0200)" in show_targets(found)
+    # It gives up less: a larger change would make it faster than the tuned arm is.
+    found["sab_uniform"].update(speedup=1.39, speedup_predicted=1.39, coverage_change=-0.008)
+    (text,) = missed(found)
+    assert "at equal change of coverage" in text
 
 
 def test_a_slow_arm_misses_its_speedup(found):
