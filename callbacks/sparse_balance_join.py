@@ -18,7 +18,7 @@ from sb_lightning.data.position import training_loaders
 from sb_lightning.data.trainer import data_parallel
 from sb_lightning.latency.analytic import AnalyticCost
 from sb_lightning.latency.fingerprint import Difference, Fingerprint, ModelShape, processor_name
-from sb_lightning.latency.table import LatencyModel
+from sb_lightning.latency.table import LatencyModel, LatencyTable
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -118,20 +118,24 @@ def find_table(
                     "block_size",
                 )
             )
-        _warn_of_differences(table, base, trainer)
-        if sampler is not None and sampler.costs.table.measurements == table.measurements:
-            # One object: what the sampler learns of it holds for both.
-            return sampler.costs.table
-        return table
+        shared = None if sampler is None else sampler.costs.table
+        if shared is None or shared.measurements != table.measurements:
+            _warn_of_differences(table, base, trainer)
+            return table
+        if not _is_compared(shared):
+            _warn_of_differences(table, base, trainer)
+        # One object: what the sampler learns of it holds for both.
+        return shared
     if sampler is not None and sampler.costs.table.block_size == block_size:
-        if not sampler.costs.is_generic:
+        if not sampler.costs.is_generic and not _is_compared(sampler.costs.table):
             _warn_of_differences(sampler.costs.table, base, None)
         return sampler.costs.table
     rank_zero_warn(
         "SparseBalanceCallback got no latency table"
         + (" that fits the model" if sampler is not None else "")
         + ": it goes by counted operations, which say less about the time of a step. Pass "
-        "table='table.json'; `sb profile` measures one."
+        "table='table.json'; `sb profile` measures one, or sb_lightning.latency.profile(model, "
+        "output='table.json')."
     )
     shape = _shape_of(base)
     if shape is None:
@@ -139,7 +143,8 @@ def find_table(
             explain(
                 f"the configuration of {type(base).__name__} does not tell the sizes of its layers",
                 "without a latency table times are counted from them",
-                "pass table='table.json'; `sb profile` measures one",
+                "pass table='table.json'; `sb profile` measures one, or sb_lightning.latency.profile(model, "
+                "output='table.json')",
             )
         )
     return AnalyticCost(shape)
@@ -207,6 +212,12 @@ def _warn_of_differences(table: LatencyModel, base: Any, trainer: Trainer | None
             explain(
                 f"SparseBalanceCallback: the latency table differs from this run in {', '.join(different)}",
                 "its times are those of another run",
-                "measure one for this run with `sb profile`, and pass it as table",
+                "measure one for this run with `sb profile` or sb_lightning.latency.profile(model), and pass "
+                "it as table",
             )
         )
+
+
+def _is_compared(table: LatencyModel) -> bool:
+    """Return whether `sb` has told already what a table and this run differ in."""
+    return isinstance(table, LatencyTable) and table.is_compared

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -69,9 +70,9 @@ class TuningState:
         """Read what `state_dict` returned.
 
         Raises:
-            ValueError: It is not of this release.
+            ValueError: It is not of this release, or damaged.
         """
-        if state.get("version") != STATE_VERSION:
+        if isinstance(state, Mapping) and state.get("version") != STATE_VERSION:
             raise ValueError(
                 explain(
                     f"the state of a SparseBalanceCallback has version {state.get('version')!r}",
@@ -79,13 +80,26 @@ class TuningState:
                     "resume with the release that wrote it, or start from the weights only",
                 )
             )
-        store = None
-        if state["store"] is not None:
-            store = BudgetStore()
-            store.load_state_dict(state["store"])
-        return cls(
-            num_windows=int(state["windows"]), ema_us=state["ema_us"], ema_of=state.get("ema_of"), store=store
-        )
+        try:
+            store = None
+            if state["store"] is not None:
+                store = BudgetStore()
+                store.load_state_dict(state["store"])
+            ema_us = state["ema_us"]
+            return cls(
+                num_windows=int(state["windows"]),
+                ema_us=None if ema_us is None else float(ema_us),
+                ema_of=state.get("ema_of"),
+                store=store,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                explain(
+                    f"the state of a SparseBalanceCallback cannot be read ({type(error).__name__}: {error})",
+                    "it is not what the callback has saved",
+                    "resume from a checkpoint as it was written, or start from the weights only",
+                )
+            ) from error
 
 
 class TuningRun:
@@ -118,6 +132,13 @@ class TuningRun:
         self._lengths = lengths
         self._given_table = table
         self._number = 0
+        self._is_automatic = pl_module.automatic_optimization
+        # Whether the micro-batch at hand is the last one of a planned window.
+        self._ends_plan = True
+        # Of the planned window `_pending_number`, what several optimizer steps have come to so far. No
+        # checkpoint keeps it: a resumed run starts that window anew.
+        self._pending: list[WindowOutcome] = []
+        self._pending_number = 0
         self._recalibration: Recalibration | None = None
         self._own_s = 0.0
         self._goals: Goals
@@ -213,6 +234,7 @@ class TuningRun:
             if name != state.ema_of:
                 state.ema_us, state.ema_of = None, name
             self._goals = EmaGoals(settings, self._lengths, state.ema_us, state.num_windows)
+        self.tuner.checks_lengths = self._lengths is not None and not isinstance(self._goals, PlanGoals)
 
     def _prices(self, version: int) -> Prices:
         """Return the predicted times as they were known at a version of the sampler's store."""
@@ -240,6 +262,9 @@ class TuningRun:
         if self.sampler is not None:
             window = batch_idx // self.sampler.accumulate
             self._number = self.sampler.window_number(self.sampler.epoch, window)
+            done = batch_idx + 1
+            is_last = done % self.sampler.accumulate == 0 or done == len(self.sampler)
+            self._ends_plan = self._is_automatic or is_last
         else:
             self._number = self.state.num_windows
         self.tuner.measures = self._number % MEASURE_EVERY == 0 or self.settings.granularity == "layer"
@@ -281,20 +306,32 @@ class TuningRun:
         if window is not None:
             self._goals.learn(window)
             self.state.ema_us = self._goals.ema_us
-            # A planned window of several optimizer steps is taken in once.
-            if self._number + 1 > self.store.version and window.ids:
-                self.store.update(
-                    self._number + 1,
-                    ids=window.ids,
-                    lengths=window.lengths,
-                    budgets=window.budgets,
-                    curves=window.curves if self.points else None,
-                    weights=window.rows if self.points else None,
-                )
-                if self._recalibration is not None and isinstance(self._goals, PlanGoals):
-                    # Into the version that is new: no rank has planned by it yet.
-                    self._recalibration.note(step, window, self._goals.cells)
-                    self._recalibration.learn(self.store, self._goals.table)
+            if self._pending and self._pending_number != self._number:
+                # The optimizer has not stepped at its end.
+                self._update_store(step)
+            self._pending.append(window)
+            self._pending_number = self._number
+            if self._ends_plan:
+                self._update_store(step)
+
+    def _update_store(self, step: int) -> None:
+        """Take in a planned window, once: under manual optimization it may have had several steps."""
+        windows, number = self._pending, self._pending_number + 1
+        self._pending = []
+        if number <= self.store.version or not any(window.ids for window in windows):
+            return
+        self.store.update(
+            number,
+            ids=[i for window in windows for i in window.ids],
+            lengths=[n for window in windows for n in window.lengths],
+            budgets=[b for window in windows for b in window.budgets],
+            curves=np.concatenate([window.curves for window in windows]) if self.points else None,
+            weights=np.concatenate([window.rows for window in windows]) if self.points else None,
+        )
+        if self._recalibration is not None and isinstance(self._goals, PlanGoals):
+            # Into the version that is new: no rank has planned by it yet.
+            self._recalibration.note(step, windows[-1], self._goals.cells)
+            self._recalibration.learn(self.store, self._goals.table)
 
     def inputs(self) -> dict[str, Any]:
         """Return what all ranks must agree on to tune alike, for `WindowSync`."""

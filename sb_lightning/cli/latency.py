@@ -316,6 +316,7 @@ def _load_cached(path: Path) -> LatencyTable | None:
 def _compare(table: LatencyTable, conditions: Conditions) -> None:
     from sb_lightning.latency.fingerprint import Difference
 
+    table.is_compared = True
     differences: list[object] = [*table.mismatch(conditions.fingerprint)]
     noted = table.profile.get("settings", {})
     differences += [

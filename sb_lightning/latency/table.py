@@ -83,6 +83,9 @@ class LatencyTable(LatencyModel):
         16
     """
 
+    is_compared = False
+    """Whether the user has been told what differs between the table and this run: once is enough."""
+
     def __init__(
         self, measurements: Measurements, fingerprint: Fingerprint, profile: dict[str, Any] | None = None
     ) -> None:

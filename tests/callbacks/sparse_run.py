@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from tiny import packed, tiny_architecture
@@ -10,7 +12,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from sb_lightning.attention import sparsify
 from sb_lightning.balance import BalancedDataLoader, SparsityAwareBatchSampler
 from sb_lightning.callbacks import SparseBalanceCallback
-from sb_lightning.latency import AnalyticCost, ModelShape
+from sb_lightning.latency import AnalyticCost, LatencyTable, ModelShape
+from sb_lightning.latency.fingerprint import current_fingerprint
 
 BLOCK, BUDGET = 16, 4
 SIZES = {name: value for name, value in tiny_architecture().items() if name != "model_type"}
@@ -168,6 +171,11 @@ def fit(folder, tuning=None, *callbacks, module=None, resume=None, **settings):
         torch.set_num_threads(threads)
     built.windows, built.logged, built.fitted = watch.windows, watch.logged, made
     return built
+
+
+def measured_table(**changes):
+    """A table as if measured here; `changes` are what differs in its fingerprint."""
+    return LatencyTable(COST.measurements, replace(current_fingerprint(COST.shape), **changes))
 
 
 def tuning(**settings):

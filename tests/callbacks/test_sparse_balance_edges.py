@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,11 +13,13 @@ from sparse_run import (
     BUDGET,
     COST,
     LENGTHS,
+    SIZES,
     Module,
     Training,
     build,
     fit,
     make_trainer,
+    measured_table,
     records,
     tuning,
     weights,
@@ -26,15 +27,10 @@ from sparse_run import (
 from tiny import packed
 from tiny_run import SaveAlways
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from sb_lightning.callbacks import BalancedSampling, SparseBalanceCallback
-from sb_lightning.latency import AnalyticCost, LatencyTable, ModelShape
-from sb_lightning.latency.fingerprint import current_fingerprint
-
-SHAPE = ModelShape(
-    layers=2, query_heads=2, kv_heads=1, head_dim=32, hidden_size=64, intermediate_size=96, vocab_size=64,
-    block_size=BLOCK,
-)  # fmt: skip
+from sb_lightning.latency import AnalyticCost
 
 
 class StopsAt(Callback):
@@ -104,7 +100,7 @@ def test_the_same_trainer_goes_on_counting(tmp_path):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"anchor": "min"}, {"base_budget": 3}, {"table": AnalyticCost(SHAPE)}],
+    [{"anchor": "min"}, {"base_budget": 3}, {"table": AnalyticCost(COST.shape)}],
     ids=["anchor", "k0", "table"],
 )
 def test_an_average_of_something_else_is_begun_anew(tmp_path, changed):
@@ -230,11 +226,6 @@ def test_a_compiled_model_that_hands_nothing_on_is_refused(tmp_path):
     assert not hasattr(model.inner.model, "sb_tuner")
 
 
-def measured_table(**changes):
-    """A table as if measured here; `changes` are what differs in its fingerprint."""
-    return LatencyTable(COST.measurements, replace(current_fingerprint(SHAPE), **changes))
-
-
 def table_warnings(folder, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -317,3 +308,30 @@ class LooksTwice(Module):
 
 def test_a_forward_in_evaluation_mode_is_not_tuned_while_training(tmp_path):
     assert fit(tmp_path, tuning(), module=LooksTwice()).extra == 0
+
+
+def test_a_loader_that_is_made_anew_is_taken_over(tmp_path):
+    kept, anew = (
+        fit(tmp_path, tuning(), BalancedSampling(), max_epochs=2, reload_dataloaders_every_n_epochs=n)
+        for n in (0, 1)
+    )
+    assert anew.sampler.store.version == len(LENGTHS)
+    assert anew.sampler.store.digest() == kept.sampler.store.digest()
+    assert torch.equal(weights(anew), weights(kept))
+
+
+def test_with_one_budget_for_all_layers_coverage_is_measured_now_and_then(tmp_path):
+    module = fit(tmp_path, tuning(granularity="step"), max_epochs=2)
+    windows = [target.measures for target in module.targets[::2]]
+    assert windows == [True] + [False] * 7 + [True] + [False] * 3
+
+
+class Dense(Module):
+    def note(self):
+        """No base model here has a tuner to look at."""
+
+
+def test_a_callback_that_is_off_asks_for_nothing(tmp_path):
+    dense = AutoModelForCausalLM.from_config(Qwen2Config(**SIZES))
+    module = fit(tmp_path, tuning(enabled=False), module=Dense(model=dense))
+    assert len(module.seen) == len(LENGTHS)

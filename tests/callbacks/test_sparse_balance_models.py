@@ -19,6 +19,7 @@ from sparse_run import (
     fit,
     make_trainer,
     records,
+    token_loss,
     tuning,
     weights,
 )
@@ -86,7 +87,10 @@ def test_a_compiled_model_is_tuned_and_no_budget_compiles_anew(tmp_path, how):
 
     # A few lengths, again and again, with other goals: all that differs later on is the budgets.
     options = {"lengths": [200, 90, 150, 40] * 3, "sampler": {"policy": "random", "seed": 1}}
+    before = [(part._compiled_call_impl, len(part._forward_pre_hooks)) for part in model.modules()]
     module = fit(tmp_path, tuning(), Counts(), module={"model": model, **options})
+    after = [(part._compiled_call_impl, len(part._forward_pre_hooks)) for part in model.modules()]
+    assert after == before, "the model was not left as it was"
     eager = fit(tmp_path, tuning(), module={"model": build(num_layers=1), **options})
     torch._dynamo.reset()
     assert_same(module, eager, exact=False, layers=[0])
@@ -103,16 +107,59 @@ def test_a_compiled_lightning_module_is_refused(tmp_path):
         trainer.fit(module)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2, 5])
 def test_manual_optimization(tmp_path, accumulate):
-    """Every micro-batch steps: with accumulate 2 the sampler plans windows of two steps."""
+    """Every micro-batch steps: the sampler plans windows of so many steps; of 5, the last is short."""
     module = fit(
         tmp_path, tuning(), module={"manual": True, "sampler": {"accumulate": accumulate}},
         accumulate_grad_batches=1,
     )  # fmt: skip
     assert len(module.windows) == len(LENGTHS)
-    assert any((record[..., 0] != BUDGET).any() for record in records(module)) == (accumulate == 2)
-    assert module.sampler.store.version == len(LENGTHS) // accumulate
+    assert any((record[..., 0] != BUDGET).any() for record in records(module)) == (accumulate > 1)
+    assert module.sampler.store.version == -(-len(LENGTHS) // accumulate)
+    # The store has learnt of every sequence, not only of those before a planned window's first step.
+    store, used = module.sampler.store, [record[..., 0].mean(0).tolist() for record in records(module)]
+    for ids, budgets in zip(module.seen, used, strict=True):
+        assert store.expected(store.version, ids=ids, lengths=[1], base=[99]).tolist() == pytest.approx(
+            budgets
+        )
+
+
+class StepsEarly(Module):
+    """Steps after the first micro-batch of each planned window, not after its last."""
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(token_loss(self.model, batch))
+        if batch_idx % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_planned_window_whose_end_is_no_step_is_taken_in_by_the_next_one(tmp_path):
+    module = StepsEarly(manual=True, sampler={"accumulate": 2})
+    fit(tmp_path, tuning(), module=module, accumulate_grad_batches=1)
+    assert module.sampler.store.version == len(LENGTHS) // 2 - 1
+
+
+def test_a_window_that_the_trainer_cuts_short_by_a_step_is_learnt_from(tmp_path):
+    """The sampler was not told of the limit."""
+    assert fit(tmp_path, tuning(), limit_train_batches=3).sampler.store.version == 2
+
+
+def test_a_sampler_that_is_kept_may_train_twice(tmp_path):
+    """The first windows have the numbers of those that its store knows."""
+
+    class Keeps(Module):
+        def train_dataloader(self):
+            if not hasattr(self, "loader"):
+                self.loader = super().train_dataloader()
+            return self.loader
+
+    module = Keeps()
+    for _ in range(2):
+        fit(tmp_path, tuning(), module=module)
+    assert module.sampler.store.version == len(LENGTHS) // 2
 
 
 def test_pytorch_lightning(tmp_path, plain):

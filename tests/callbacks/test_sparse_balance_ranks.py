@@ -108,18 +108,26 @@ def test_ranks_that_disagree_all_raise(gloo_pool, tmp_path, settings, named):
 
 def refuse(folder):
     import torch.distributed as dist
+    from sparse_run import Module, fit, tuning
 
+    module = Module()
     try:
-        train(folder, {"table": None if dist.get_rank() == 0 else folder / "none.json"})
+        fit(
+            folder,
+            tuning(table=None if dist.get_rank() == 0 else folder / "none.json"),
+            module=module,
+            **RANKS,
+        )
     except (RuntimeError, ValueError) as error:
-        return str(error)
+        return str(error), hasattr(module.model.model, "sb_tuner")
     return None
 
 
 def test_a_file_that_one_rank_lacks_stops_them_all(gloo_pool, tmp_path):
-    first, second = gloo_pool.run(refuse, tmp_path)
+    (first, is_attached), (second, _) = gloo_pool.run(refuse, tmp_path)
     assert first == f"The ranks go on together or not at all, and rank 1 refuses: {second}"
     assert "there is no such file" in second
+    assert not is_attached
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ def choose(batch: MicroBatch, **changed: object) -> np.ndarray:
     return choose_budgets(batch.coverage, batch.cost_us, tau, **options)
 
 
+@settings(deadline=None)
 @given(batch=micro_batches())
 def test_budgets_are_allowed_and_within_tau_when_that_can_be(batch):
     budgets = choose(batch)
@@ -38,6 +39,7 @@ def test_budgets_are_allowed_and_within_tau_when_that_can_be(batch):
         assert budgets.tolist() == least
 
 
+@settings(deadline=None)
 @given(batch=micro_batches(max_sequences=1))
 def test_one_sequence_gets_the_largest_allowed_budget_within_tau(batch):
     ks = allowed(batch, 0)
@@ -45,6 +47,7 @@ def test_one_sequence_gets_the_largest_allowed_budget_within_tau(batch):
     assert choose(batch).tolist() == [max(fitting, default=ks[0])]
 
 
+@settings(deadline=None)
 @given(batch=micro_batches())
 def test_c_and_python_choose_alike(batch):
     assert budgets_module.ENGINE.available, "build the C++ module first"
@@ -56,11 +59,13 @@ def test_c_and_python_choose_alike(batch):
     assert fast.tolist() == slow.tolist()
 
 
+@settings(deadline=None)
 @given(batch=micro_batches(max_sequences=1), more=st.integers(0, 10))
 def test_more_time_never_lowers_the_budget(batch, more):
     assert (choose(batch, tau_us=batch.tau_us + more) >= choose(batch)).all()
 
 
+@settings(deadline=None)
 @given(batch=micro_batches(), more=st.integers(0, 10))
 def test_more_time_never_lowers_the_cost_of_what_is_unlimited(batch, more):
     # With several sequences a longer time may buy a dear step in place of cheap ones, but all of it buys all.
@@ -69,6 +74,7 @@ def test_more_time_never_lowers_the_cost_of_what_is_unlimited(batch, more):
     assert choose(batch, tau_us=10**9 + more).tolist() == everything.tolist()
 
 
+@settings(deadline=None)
 @given(batch=micro_batches(strictly=True))
 def test_tolerance_0_gives_k0(batch):
     width = batch.coverage.shape[1]
@@ -78,6 +84,7 @@ def test_tolerance_0_gives_k0(batch):
         assert k == (usual if blocks <= usual and not batch.options["tune_short"] else min(usual, width))
 
 
+@settings(deadline=None)
 @given(batch=micro_batches())
 def test_constant_coverage_gives_k0(batch):
     flat = replace(batch, coverage=np.full_like(batch.coverage, 0.25))
@@ -86,6 +93,7 @@ def test_constant_coverage_gives_k0(batch):
     assert (np.minimum(chosen, flat.coverage.shape[1]) == np.minimum(usual, flat.coverage.shape[1])).all()
 
 
+@settings(deadline=None)
 @given(batch=micro_batches())
 def test_short_sequences_keep_k0_unless_asked(batch):
     usual = np.array(batch.options["k0"])
@@ -101,7 +109,7 @@ def test_a_short_sequence_is_cut_where_asked():
     assert choose_budgets(curve, times, 100, **given_, tune_short=True).tolist() == [4]
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(batch=micro_batches(max_sequences=3))
 def test_several_sequences_follow_the_greedy_rule(batch):
     sets = [allowed(batch, n) for n in range(batch.coverage.shape[0])]
@@ -128,6 +136,7 @@ def test_several_sequences_follow_the_greedy_rule(batch):
     assert choose(batch).tolist() == budgets
 
 
+@settings(deadline=None)
 @given(batch=micro_batches(max_sequences=3))
 def test_greedy_is_near_the_best_of_all_choices(batch):
     sets = [allowed(batch, n) for n in range(batch.coverage.shape[0])]

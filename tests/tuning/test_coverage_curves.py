@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sb_lightning.tuning import coverage_curve, sampled_rows
 
 
+@settings(deadline=None)
 @given(
     length=st.integers(0, 700),
     block_size=st.sampled_from([1, 3, 16, 48, 64, 128]),
@@ -22,6 +23,7 @@ def test_sampled_rows_equal_the_walk(length, block_size, row_stride):
     assert sampled_rows(length, block_size, row_stride) == len(rows)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.lists(st.floats(0, 1, width=32), min_size=4, max_size=4),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sb_lightning.tuning.curves import CURVE_BUDGETS, between_points, curve_grid
@@ -15,6 +15,7 @@ def test_the_points_ascend_and_reach_every_length():
     assert CURVE_BUDGETS[-1] >= 32767
 
 
+@settings(deadline=None)
 @given(st.integers(2, 200), st.floats(0.2, 1.0))
 def test_a_concave_curve_comes_back_from_its_points(blocks, shape):
     exact = (np.arange(blocks) / max(blocks - 1, 1)) ** shape
