@@ -124,15 +124,18 @@ std::vector<RankCase> Cases(const std::string& set) {
 // Random curves, costs with plateaus, budgets and lengths: what the CPU chooses from the same.
 void RunBudgets(unsigned seed) {
   sb::Random random(seed);
-  const int64_t count = 1 + random.Below(3 + 70 * random.Below(2)), heads = 1 + random.Below(4);
-  const int64_t width = 1 + random.Below(random.Below(5) == 0 ? 600 : 12);
-  const int64_t ranks = width - 1 + random.Below(3), block_size = 16 + 16 * random.Below(3);
-  const bool has_lengths = random.Below(3) > 0, one_k0 = random.Below(2) == 0;
+  const bool is_huge = seed % 10 == 0;  // gains beyond 64 bits
+  const int64_t count = is_huge ? 2 : 1 + random.Below(3 + 70 * random.Below(2));
+  const int64_t heads = is_huge ? 1024 : 1 + random.Below(4);
+  const int64_t width = is_huge ? 14 : 1 + random.Below(random.Below(5) == 0 ? 600 : 12);
+  const int64_t ranks = width - 1 + random.Below(3);
+  const int64_t block_size = is_huge ? int64_t{1} << 26 : 16 + 16 * random.Below(3);
+  const bool has_lengths = is_huge || random.Below(3) > 0, one_k0 = random.Below(2) == 0;
   const Array<float> mass(count * heads * ranks), tolerance(1);
   const Array<int32_t> cost(count * width), k0(one_k0 ? 1 : count), cu(count + 1), budgets(count);
   const Array<int64_t> tau(1);
   for (int64_t i = 0; i < mass.count(); ++i)
-    mass[i] = static_cast<float>(random.Below(4)) / static_cast<float>(4 * width) +
+    mass[i] = static_cast<float>(random.Below(4)) / static_cast<float>(is_huge ? 4 : 4 * width) +
               (random.Below(9) == 0 ? 0.1f : 0.0f);
   if (mass.count() > 0 && random.Below(8) == 0) mass[0] = NAN;
   int64_t most = 0;
@@ -147,7 +150,7 @@ void RunBudgets(unsigned seed) {
     cu[n + 1] = cu[n] + random.Below(static_cast<int>(width * block_size) + 40);
   tau[0] = random.Below(static_cast<int>(most) + 10) - 5;
   tolerance[0] = static_cast<float>(random.Below(11)) * 0.1f;
-  const int64_t row_stride = random.Below(2) == 0 ? 64 : 7;
+  const int64_t row_stride = is_huge ? 1 : random.Below(2) == 0 ? 64 : 7;
   const sb::cuda::BudgetProblem p{count,
                                   heads,
                                   ranks,

@@ -79,6 +79,18 @@ SB_BOTH inline AllowedBudgets Allowed(const BudgetRule& rule, const BudgetSequen
   return {least, most};
 }
 
+// The largest allowed budget within tau, or the least.
+SB_BOTH inline int64_t LargestWithin(const BudgetRule& rule, const BudgetSequence& s) {
+  const AllowedBudgets allowed = Allowed(rule, s);
+  // By bisection, as costs never fall.
+  int64_t largest = allowed.least, above = allowed.most + 1;
+  while (above - largest > 1) {
+    const int64_t k = largest + (above - largest) / 2;
+    (s.cost_us[k - 1] <= rule.tau_us ? largest : above) = k;
+  }
+  return largest;
+}
+
 // One more block for one sequence.
 struct BudgetStep {
   __int128 gain;
@@ -103,11 +115,15 @@ struct Alone {
 
 // All sequences start at their least allowed budget. The step with the most rows x coverage per
 // time is taken if the sum of costs stays within tau, and otherwise ends its sequence; of equal
-// ones that of the lower position. For one sequence: the largest allowed budget within tau, or the
-// least. `most` [count] is scratch. Members of a team call it together.
+// ones that of the lower position. For one sequence that comes to the largest allowed budget within
+// tau, or the least. `most` [count] is scratch. Members of a team call it together.
 template <class Team = Alone>
 SB_BOTH void ChooseBudgets(const BudgetRule& rule, const BudgetSequence* sequences, int64_t count,
                            int32_t* budgets, int64_t* most, const Team& team = Team()) {
+  if (count == 1) {
+    if (team.First() == 0) budgets[0] = static_cast<int32_t>(LargestWithin(rule, sequences[0]));
+    return;
+  }
   int64_t mine = 0;
   for (int64_t i = team.First(); i < count; i += team.Size()) {
     const AllowedBudgets allowed = Allowed(rule, sequences[i]);

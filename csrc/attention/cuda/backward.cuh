@@ -32,7 +32,11 @@ __global__ void __launch_bounds__(kDeltaThreads) DeltaKernel(DeltaArguments a) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kDeltaThreads / 32) + threadIdx.x / 32;
   if (row >= a.p.tokens * a.p.query_heads) return;
-  const int64_t t = row / a.p.query_heads, h = row % a.p.query_heads;
+  // A division of 64 bits would take longer than the row.
+  const int64_t t = row <= UINT32_MAX
+                        ? static_cast<uint32_t>(row) / static_cast<uint32_t>(a.p.query_heads)
+                        : row / a.p.query_heads;
+  const int64_t h = row - t * a.p.query_heads;
   const uint16_t *x = RowOf(a.dout, t, h), *y = RowOf(a.out, t, h);
   float sum = 0.0f;
   for (int i = lane; i < D / 2; i += 32) {

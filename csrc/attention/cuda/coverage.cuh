@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kSelectThreads, D == 128 ? 2 : 4)
       // key_stride bounds it already where max_seqlen bounds the lengths.
       const int past = min(static_cast<int>(last_block), a.key_stride - 8);
       const int places = min(ranks, past);
-      __syncthreads();  // all are done with the tile before
+      // Its barrier before the first product also keeps these keys from those still added up below.
       ComputeKeys<E, D>(a, head, past, shared, keys, [&](int r) -> const uint16_t* {
         const int token = token_of(row0 + r), g = static_cast<int>((row0 + r) % group);
         return token < 0 ? nullptr : RowOf(a.q, head.start + token, head.kv * head.group + g);

@@ -16,7 +16,9 @@ constexpr int kIndexWarps = kIndexThreads / 32;
 constexpr int kCountWindow = 8192;  // blocks counted at a time
 constexpr int kCountShared = kCountWindow * 4;
 constexpr int kPlaceWindow = 1024;  // blocks whose rows are placed at a time
-constexpr int kPlaceShared = kPlaceWindow * kIndexWarps * 4;
+constexpr int kMaskStride =
+    kIndexWarps + 1;  // so that a warp's threads, a block each, meet 32 banks
+constexpr int kPlaceShared = kPlaceWindow * kMaskStride * 4;
 
 struct IndexArguments {
   Problem p;
@@ -118,13 +120,13 @@ __global__ void __launch_bounds__(kIndexThreads) CellKernel(IndexArguments a) {
 
 __global__ void __launch_bounds__(kIndexThreads) PlaceKernel(IndexArguments a) {
   SB_SHARED(shared);
-  uint32_t* masks = reinterpret_cast<uint32_t*>(shared);  // [kPlaceWindow, kIndexWarps]: which rows
+  uint32_t* masks = reinterpret_cast<uint32_t*>(shared);  // [kPlaceWindow, kMaskStride]: which rows
   const int tid = static_cast<int>(threadIdx.x), warp = tid / 32, lane = tid % 32;
   Head head;
   int row0, row1;
   int32_t* cells;
   if (!TileOf(a, &head, &row0, &row1, &cells)) return;
-  for (int i = tid; i < kPlaceWindow * kIndexWarps; i += kIndexThreads) masks[i] = 0;
+  for (int i = tid; i < kPlaceWindow * kMaskStride; i += kIndexThreads) masks[i] = 0;
   __syncthreads();
   for (; row0 < row1; row0 += kIndexThreads) {
     const int row = row0 + tid;
@@ -136,17 +138,17 @@ __global__ void __launch_bounds__(kIndexThreads) PlaceKernel(IndexArguments a) {
       const int end = first + kPlaceWindow;
       Choice again = choice;
       for (int b = choice.Next(end); b >= 0; b = choice.Next(end))
-        atomicOr(masks + (b - first) * kIndexWarps + warp, 1u << lane);
+        atomicOr(masks + (b - first) * kMaskStride + warp, 1u << lane);
       __syncthreads();
       for (int b = again.Next(end); b >= 0; b = again.Next(end)) {
-        const uint32_t* mask = masks + (b - first) * kIndexWarps;
+        const uint32_t* mask = masks + (b - first) * kMaskStride;
         int before = __popc(mask[warp] & ((1u << lane) - 1));
         for (int w = 0; w < warp; ++w) before += __popc(mask[w]);
         a.rows[a.lists[head.list + b] + cells[b] + before] = row;
       }
       __syncthreads();
       for (int b = first + tid; b < min(end, past); b += kIndexThreads) {
-        uint32_t* mask = masks + (b - first) * kIndexWarps;
+        uint32_t* mask = masks + (b - first) * kMaskStride;
         int count = 0;
         for (int w = 0; w < kIndexWarps; ++w) {
           count += __popc(mask[w]);
