@@ -12,7 +12,7 @@ from sb_lightning.data import TextDataModule
 from sb_lightning.data.dataset import CellSamples, TokenDataset
 from sb_lightning.data.length_presets import LENGTH_PRESETS, sample_lengths
 
-__all__ = ["PRESETS", "CompareData", "CutDataset", "Preset"]
+__all__ = ["PRESETS", "CompareData", "CutDataset", "Preset", "describe_lengths"]
 
 # Shorter sequences predict nothing.
 LEAST = 2
@@ -46,6 +46,19 @@ PRESETS = {
     "bimodal": Preset(like="chatqa2", description="two humps, short and long, the shape of ChatQA2-Long-SFT"),
 }
 """The presets by name."""
+
+
+def describe_lengths(lengths: np.ndarray[Any, Any]) -> str:
+    """Return the lengths of the sequences to train on in a few words.
+
+    Example:
+        >>> describe_lengths(np.array([100, 200, 300]))
+        '3 sequences to train on (median 200, p99 298, longest 300)'
+    """
+    middle, high = (int(value) for value in np.percentile(lengths, (50, 99)))
+    return (
+        f"{len(lengths):,} sequences to train on (median {middle:,}, p99 {high:,}, longest {lengths.max():,})"
+    )
 
 
 class CutDataset(TokenDataset):

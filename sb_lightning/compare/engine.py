@@ -12,9 +12,11 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from sb_lightning._messages import explain
 from sb_lightning.compare.arms import Arm
 from sb_lightning.compare.folder import ComparisonFolder
+from sb_lightning.compare.meeting import sync_rounds
 from sb_lightning.compare.results import Round
 from sb_lightning.compare.schedule import Schedule, may_start
 from sb_lightning.compare.segment import Segment, SegmentResult, run_segment
+from sb_lightning.compare.states import check_state_files
 from sb_lightning.compare.uniform import matching_budget
 
 __all__ = ["Comparison", "Listener"]
@@ -55,20 +57,37 @@ class Comparison:
     listener: Listener
     clock: Callable[[], float] = time.perf_counter
 
-    def run(self, started: float) -> list[Round]:
+    def finished(self) -> list[Round]:
+        """Read what earlier launches have finished; for rank zero.
+
+        Raises:
+            ValueError: A round or a state is gone, damaged or of another comparison.
+        """
+        rounds = self.folder.rounds()
+        for each in rounds:
+            self._check_round(each)
+        check_state_files(self.folder, rounds)
+        return rounds
+
+    def run(
+        self, started: float, rounds: Sequence[Round] = (), on_lost: Callable[[], None] | None = None
+    ) -> list[Round]:
         """Run rounds until all are done or the time is up; all ranks must call this.
 
         Args:
             started: When the launch began, by the clock.
+            rounds: As rank zero's `finished` returns them; those of other ranks do not count.
+            on_lost: Called on rank zero, in a thread, when a rank that it has started ends with an error.
 
         Returns:
             All finished rounds, those of earlier launches included.
         """
-        rounds = self.folder.rounds()
-        self.folder.check_states(rounds)
+        total = self.schedule.num_rounds
+        # Not read by each rank: one may look when another call has just finished a round.
+        rounds = list(sync_rounds(self.trainer_options, list(rounds), on_lost, is_done=len(rounds) == total))
         round_s: list[float] = []
         goes_on = True
-        while goes_on and len(rounds) < self.schedule.num_rounds:
+        while goes_on and len(rounds) < total:
             begun = self.clock()
             finished, last = self._run_round(rounds, begun)
             round_s.append(self.clock() - begun)
@@ -89,6 +108,21 @@ class Comparison:
             )
             rounds.append(finished)
         return rounds
+
+    def _check_round(self, found: Round) -> None:
+        """Make sure that a round is one of this comparison, in its own place."""
+        number, schedule = found.number, self.schedule
+        first = schedule.first_window(number)
+        wanted = list(range(first, first + schedule.num_windows(number)))
+        problem = None
+        if list(found.order) != [arm.name for arm in schedule.order(self.arms, number)]:
+            problem = f"its arms are, in their order, {', '.join(found.order)}"
+        elif [w.number for w in found.windows[found.order[0]]] != wanted:
+            problem = f"it holds other windows than those from {first} on"
+        elif set(found.curves) != {arm.name for arm in self.arms if arm.same_coverage_as is not None}:
+            problem = "it holds the coverage of other arms"
+        if problem is not None:
+            raise self.folder.damaged(self.folder.round_file(number), problem)
 
     def _run_round(self, rounds: Sequence[Round], begun: float) -> tuple[Round, SegmentResult]:
         number = len(rounds)
@@ -122,6 +156,7 @@ class Comparison:
             first_window=self.schedule.first_window(number),
             num_windows=self.schedule.num_windows(number),
             seed=self.seed + number,
+            folder=self.folder.path,
             start=self.folder.state(number - 1, arm.name) if number else None,
             end=self.folder.state(number, arm.name),
         )

@@ -11,11 +11,15 @@ from typing import Any
 
 from sb_lightning._files import write_whole
 from sb_lightning.compare.arms import STUDIES, Arm
+from sb_lightning.compare.folder import writing
+from sb_lightning.compare.notes import notes
 from sb_lightning.compare.picture import draw
 from sb_lightning.compare.results import LEGEND, Round, show, summarize
 from sb_lightning.compare.targets import show_targets, targets
 
 __all__ = ["is_measured", "markdown", "tables", "write_report"]
+
+GOALS = "Goals of sb_lightning for configs/compare.yaml:"
 
 
 def is_measured(rounds: Sequence[Round]) -> bool:
@@ -30,6 +34,8 @@ def write_report(
     rounds: Sequence[Round],
     about: Mapping[str, Any],
     *,
+    table_error: float | None = None,
+    with_goals: bool = False,
     with_picture: bool = True,
 ) -> list[Path]:
     """Write the figures of all finished rounds, and return the files.
@@ -40,44 +46,59 @@ def write_report(
         arms: What was compared.
         rounds: At least two.
         about: What was run where: version, machine, command and so on.
+        table_error: Median error of the latency table on its held-out points; None where it is not known.
+        with_goals: Hold the figures against the goals, which are those of a preset.
         with_picture: Draw the picture as well.
     """
     found = summarize(arms, rounds)
     document = {**about, "study": study, "rounds": len(rounds) - 1, "arms": found}
-    document["targets"] = [asdict(target) for target in targets(found)]
+    document["table_error"] = table_error
+    document["notes"] = notes(arms, found, table_error)
+    document["targets"] = [asdict(target) for target in targets(found)] if with_goals else []
     losses = {arm.name: [w.loss for each in rounds for w in each.windows[arm.name]] for arm in arms}
     document["losses"] = losses
     written = [folder / "results.json", folder / "results.md"]
-    write_whole(written[0], json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
-    write_whole(written[1], markdown(study, found, rounds, about))
-    if with_picture:
-        written.append(folder / "results.png")
-        draw(study, arms, rounds, found, written[-1], heading=f"{STUDIES[study].title}. {about['machine']}")
+    shown = tables(found, document["notes"], with_goals=with_goals)
+    with writing(folder):
+        write_whole(written[0], json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
+        write_whole(written[1], markdown(study, shown, rounds, about))
+        if with_picture:
+            written.append(folder / "results.png")
+            heading = f"{STUDIES[study].title}. {about['machine']}"
+            draw(study, arms, rounds, found, written[-1], heading=heading)
     return written
 
 
-def markdown(
-    study: str, found: Mapping[str, Mapping[str, Any]], rounds: Sequence[Round], about: Mapping[str, Any]
-) -> str:
+def markdown(study: str, shown: str, rounds: Sequence[Round], about: Mapping[str, Any]) -> str:
     """Return the figures as a page.
 
     Args:
         study: A key of `STUDIES`.
-        found: As `summarize` returns them.
+        shown: As `tables` returns them.
         rounds: All rounds.
         about: What was run where.
     """
     facts = "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in about.items())
     return (
         f"# {STUDIES[study].title}\n\n{facts}\n- rounds: {len(rounds) - 1} counted, the first left out\n\n"
-        f"{tables(found)}\n{LEGEND}\n"
+        f"{shown}\n{LEGEND}\n"
     )
 
 
-def tables(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the figures of all arms, and what they were to be where these arms tell about it."""
-    told = show_targets(found)
-    return f"{show(found)}\n" + (f"\n{told}" if told else "")
+def tables(
+    found: Mapping[str, Mapping[str, Any]], told: Sequence[str] = (), *, with_goals: bool = False
+) -> str:
+    """Return the figures of all arms, and what is to be said of them.
+
+    Args:
+        found: As `summarize` returns them.
+        told: As `notes` returns it.
+        with_goals: Hold the figures against the goals, where these arms tell about any.
+    """
+    goals = show_targets(found) if with_goals else ""
+    parts = [show(found) + "\n", "".join(f"- Note: {note}\n" for note in told)]
+    parts.append(f"{GOALS}\n\n{goals}" if goals else "")
+    return "\n".join(part for part in parts if part)
 
 
 def _finite(value: Any) -> Any:

@@ -85,38 +85,8 @@ class Round:
     """How long the round took, all included."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the round as JSON can hold it."""
+        """Return the round as JSON can hold it; `decode_round` reads it."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Round:
-        """Read what `to_dict` returned."""
-
-        def cells(rows: Any) -> Cells:
-            return tuple(tuple(row) for row in rows)
-
-        return cls(
-            number=int(content["number"]),
-            order=tuple(content["order"]),
-            windows={
-                name: tuple(
-                    ArmWindow(
-                        **{
-                            **window,
-                            "busy_ms": cells(window["busy_ms"]),
-                            "predicted_ms": cells(window["predicted_ms"]),
-                        }
-                    )
-                    for window in windows
-                )
-                for name, windows in content["windows"].items()
-            },
-            curves={
-                name: CoverageCurve(**{**curve, "sums": tuple(curve["sums"])})
-                for name, curve in content["curves"].items()
-            },
-            seconds=float(content["seconds"]),
-        )
 
 
 def summarize(arms: Sequence[Arm], rounds: Sequence[Round]) -> dict[str, dict[str, Any]]:
@@ -142,7 +112,7 @@ def summarize(arms: Sequence[Arm], rounds: Sequence[Round]) -> dict[str, dict[st
                 explain(
                     f"round {each.number} has no windows of {', '.join(missing)}",
                     "arms are compared over the same windows",
-                    "delete the round's file, and run the comparison again",
+                    "begin the comparison anew in another folder (--output)",
                 )
             )
     by_arm = {arm.name: [w for each in rounds[1:] for w in each.windows[arm.name]] for arm in arms}

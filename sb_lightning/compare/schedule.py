@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["WINDOWS_PER_ROUND", "Schedule", "may_start"]
+__all__ = ["WINDOWS_PER_ROUND", "Schedule", "may_start", "rounds_that_fit"]
 
 ItemT = TypeVar("ItemT")
 WINDOWS_PER_ROUND = 4
@@ -70,4 +70,21 @@ def may_start(
         >>> may_start(elapsed_s=500, limit_s=600, round_s=[90, 110], is_first_of_launch=False)
         False
     """
-    return is_first_of_launch or elapsed_s + max(round_s, default=0.0) <= limit_s
+    return is_first_of_launch or rounds_that_fit(elapsed_s=elapsed_s, limit_s=limit_s, round_s=round_s) >= 1
+
+
+def rounds_that_fit(*, elapsed_s: float, limit_s: float, round_s: Sequence[float]) -> int:
+    """Return how many more rounds would end in time.
+
+    Args:
+        elapsed_s: Since the launch.
+        limit_s: What the launch may take.
+        round_s: How long the rounds of this launch took. The first is slower, since everything is new then:
+            it is not counted where there is another.
+
+    Example:
+        >>> rounds_that_fit(elapsed_s=300, limit_s=600, round_s=[200, 90, 100])
+        3
+    """
+    longest = max(round_s[1:] or round_s, default=0.0)
+    return max(0, int((limit_s - elapsed_s) / max(longest, 1e-3)))

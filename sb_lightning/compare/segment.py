@@ -21,9 +21,9 @@ from sb_lightning.callbacks.windows import loss_of_window
 from sb_lightning.compare.arms import Arm
 from sb_lightning.compare.probe import CoverageProbe
 from sb_lightning.compare.results import ArmWindow, Cells
+from sb_lightning.compare.states import StateIO
 from sb_lightning.compare.uniform import CoverageCurve
 from sb_lightning.tracking.spans import LANES
-from sb_lightning.training import AtomicCheckpointIO
 
 if TYPE_CHECKING:
     from sb_lightning.callbacks.sparse_balance_window import WindowOutcome
@@ -45,6 +45,8 @@ class Segment:
     """Windows that the arm has trained before."""
     num_windows: int
     seed: int
+    folder: Path
+    """Of the comparison, for what is said where the state cannot be written."""
     start: Path | None
     """State to go on from; None for the start weights."""
     end: Path
@@ -99,7 +101,7 @@ def run_segment(
     trainer = Trainer(
         **trainer_options,
         callbacks=callbacks,
-        plugins=[AtomicCheckpointIO()],
+        plugins=[StateIO(segment.folder)],
         limit_val_batches=0,
         num_sanity_val_steps=0,
         max_epochs=-1,
@@ -116,8 +118,8 @@ def run_segment(
         raise RuntimeError(
             explain(
                 f"{arm.name} has trained {len(recorder.measured)} of {segment.num_windows} windows",
-                "the training has ended too early",
-                "see what it said before",
+                "its state was at or past trainer.max_steps, or something has ended the training",
+                "begin anew in another folder (--output)",
             )
         )
     return SegmentResult(

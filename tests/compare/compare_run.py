@@ -78,10 +78,13 @@ def compare(folder, source, names, *, rounds=2, fail_at=None, limit_s=1e9):
         data.latency = COST
         return data
 
+    made = ComparisonFolder(folder)
+    if torch.distributed.get_rank() == 0:
+        made.begin({})
     comparison = Comparison(
         arms=arms,
         schedule=Schedule(windows=2 * rounds, windows_per_round=2),
-        folder=ComparisonFolder(folder),
+        folder=made,
         make_module=lambda budget: Recording(
             architecture=architecture, attention={"block_size": BLOCK, "budget": budget}
         ),
@@ -106,7 +109,9 @@ def compare(folder, source, names, *, rounds=2, fail_at=None, limit_s=1e9):
 
     engine.run_segment = breaking
     try:
-        found = comparison.run(time.perf_counter())
+        # The other rank may not read the folder, which it might see at another moment.
+        rounds = comparison.finished() if torch.distributed.get_rank() == 0 else ()
+        found = comparison.run(time.perf_counter(), rounds)
     except KeyboardInterrupt:
         found = None
     finally:

@@ -10,6 +10,7 @@ from compare_cases import rounds_of, window
 from sb_lightning.compare.arms import Arm
 from sb_lightning.compare.report import write_report
 from sb_lightning.compare.results import Round, show, summarize
+from sb_lightning.compare.round_file import decode_round
 from sb_lightning.compare.uniform import CoverageCurve
 
 BASE = Arm(name="baseline", label="Baseline", policy="random", paper_speedup=1.0)
@@ -113,7 +114,7 @@ def test_windows_in_which_a_rank_ran_less_and_without_predictions_or_loss():
 def test_a_round_survives_json(rounds):
     curve = CoverageCurve(rows=2.0, sums=(0.0, 1.0), budget=3, usual=4)
     given = Round(**{**vars(rounds[0]), "curves": {"sab": curve}})
-    assert Round.from_dict(json.loads(json.dumps(given.to_dict()))) == given
+    assert decode_round(json.loads(json.dumps(given.to_dict()))) == given
 
 
 @pytest.mark.parametrize("study", ["table2", "fig8", "fig9", "fig10"])
@@ -130,6 +131,27 @@ def test_every_study_leaves_its_three_files(study, tmp_path):
     assert list(document["arms"]) == [arm.name for arm in arms]
     assert document["machine"] == "a machine"
     assert all(row["windows"] == 4 for row in document["arms"].values())
+    assert document["targets"] == []
     page = written[1].read_text()
+    assert "Goals of" not in page
     assert all(f"| {arm.label} | 4 |" in page for arm in arms)
     assert "a machine" in page
+
+
+def test_goals_are_those_of_a_preset_and_the_tables_error_is_told(rounds, tmp_path):
+    about = {"machine": "a machine"}
+    told = {"table_error": 0.25, "with_goals": True, "with_picture": False}
+    write_report(tmp_path, "table2", [BASE, SAB], rounds, about, **told)
+    page = (tmp_path / "results.md").read_text()
+    assert "Goals of sb_lightning for configs/compare.yaml:\n\n- met: +SAB reaches" in page
+    assert "- Note: the latency table is off by 25%" in page
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert document["table_error"] == 0.25
+    assert len(document["targets"]) > 0
+    assert "off by 25%" in document["notes"][0]
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_named(rounds, tmp_path):
+    (tmp_path / "results.md").mkdir()
+    with pytest.raises(OSError, match=r"nothing can be written .*To fix it, .*\(--output\)"):
+        write_report(tmp_path, "table2", [BASE, SAB], rounds, {"machine": "one"}, with_picture=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sb_lightning.compare.schedule import Schedule, may_start
+from sb_lightning.compare.schedule import Schedule, may_start, rounds_that_fit
 
 
 @given(st.integers(1, 50), st.integers(1, 6))
@@ -28,7 +28,14 @@ def test_every_arm_runs_once_in_each_round_and_is_first_equally_often(count):
 
 
 def test_a_round_starts_only_if_it_would_end_in_time():
-    times = {"limit_s": 100.0, "round_s": [40.0, 30.0], "is_first_of_launch": False}
+    times = {"limit_s": 100.0, "round_s": [90.0, 40.0, 30.0], "is_first_of_launch": False}
     assert may_start(elapsed_s=60.0, **times)
     assert not may_start(elapsed_s=60.1, **times)
     assert may_start(elapsed_s=1e9, **{**times, "is_first_of_launch": True})
+
+
+def test_the_first_round_of_a_launch_is_no_measure_where_there_is_another():
+    times = {"elapsed_s": 20.0, "limit_s": 100.0}
+    assert rounds_that_fit(**times, round_s=[80.0]) == 1
+    assert rounds_that_fit(**times, round_s=[80.0, 20.0, 26.0]) == 3
+    assert rounds_that_fit(elapsed_s=101.0, limit_s=100.0, round_s=[1.0]) == 0
