@@ -31,7 +31,8 @@ class BalancedSampling(Callback):
     - All ranks must plan alike. What plans are made of is compared when the training starts and after each
       window; where it differs, every rank raises and names the first difference.
     - A checkpoint, written at any moment, resumes exactly: the same sequences, none twice and none lost. One
-      from the middle of a window goes back to the window's start. Lightning alone does not always hand the
+      from the middle of a window goes back to the window's start, also where manual optimization has stepped
+      since: those steps are taken again. Lightning alone does not always hand the
       loader's own position back, see docs/sampler.md.
 
     `TextDataModule` does this by itself. Works with `lightning.pytorch.Trainer` and
@@ -45,6 +46,7 @@ class BalancedSampling(Callback):
 
     Raises:
         ValueError: There is no such choice.
+        TypeError: The sampler is another one.
 
     Example::
 
@@ -63,6 +65,15 @@ class BalancedSampling(Callback):
     def __init__(
         self, sampler: SparsityAwareBatchSampler | None = None, on_resize: OnResize = "raise"
     ) -> None:
+        if not isinstance(sampler, (SparsityAwareBatchSampler, type(None))):
+            raise TypeError(
+                explain(
+                    f"sampler is a {type(sampler).__name__}",
+                    "BalancedSampling looks after a SparsityAwareBatchSampler",
+                    "pass one as sampler, such as the batch_sampler of a BalancedDataLoader, or leave it out "
+                    "where the training loader shows it",
+                )
+            )
         self.sampler = sampler
         self.on_resize = check_on_resize(on_resize, "on_resize")
         self._position: TrainingPosition | None = None

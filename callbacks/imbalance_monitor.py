@@ -38,6 +38,8 @@ __all__ = ["ImbalanceMonitor"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# Logged by a SparseBalanceCallback too, which counts more than its spans: what layers decide on the CPU.
+TUNING = "time/tune_ms"
 # Under manual optimization nobody knows beforehand how many micro-batches a window has.
 MANUAL_MICRO_BATCHES = 16
 
@@ -379,6 +381,8 @@ class ImbalanceMonitor(Callback):
             self._measure.lines.append({**line, "end_us": self._measure.end_us, "metrics": metrics})
         # A metric that can no longer be known must not keep its last value.
         known = {**dict.fromkeys(self._logged - metrics.keys(), math.nan), **metrics}
+        if _has_tuner(trainer):
+            known.pop(TUNING, None)
         self._logged.update(known)
         if log_metrics(trainer, known, since=self._logged_at, always=stage != "window"):
             self._logged_at = logged_step(trainer) + 1
@@ -404,6 +408,16 @@ def _reads_late(trainer: Trainer) -> bool:
 
 def _callbacks(trainer: Any) -> list[Any]:
     return list(trainer.callbacks)
+
+
+def _has_tuner(trainer: Trainer) -> bool:
+    """Return whether a SparseBalanceCallback logs the time of tuning, wherever it stands."""
+    # By name: its module imports transformers.
+    return any(
+        callback.enabled
+        for callback in _callbacks(trainer)
+        if any(kind.__name__ == "SparseBalanceCallback" for kind in type(callback).__mro__)
+    )
 
 
 def _capacity(trainer: Trainer, pl_module: LightningModule) -> int:

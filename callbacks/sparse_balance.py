@@ -66,7 +66,8 @@ class SparseBalanceCallback(Callback):
             towards the least reachable, at the price of coverage.
         table: Predicts times: a `LatencyTable`, an `AnalyticCost` or the path of a table. None: the
             sampler's, else counted operations.
-        lengths: Returns the tokens of each sequence of a batch; None: look for them.
+        lengths: Returns the tokens of each sequence of a batch; None: look for them. Not asked with
+            `sync: plan`.
         recalibrate: Keep the sampler's table true to what an `ImbalanceMonitor` measures, by length. Then
             plans follow the clock, and no second run is the same to the last bit.
         enabled: False leaves the training alone.
@@ -244,7 +245,7 @@ class SparseBalanceCallback(Callback):
         """Take up what `state_dict` returned.
 
         Raises:
-            ValueError: The state is not one of this release.
+            ValueError: The state is not one of this release, or damaged.
         """
         self._state = TuningState.load(state_dict)
 

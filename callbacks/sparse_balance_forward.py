@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from sb_lightning._messages import explain
 from sb_lightning.attention.huggingface import SparseSettings
 from sb_lightning.callbacks.sparse_balance_outcome import ForwardOutcome, RanForward
 from sb_lightning.tuning.budgets import choose_budgets
@@ -56,6 +57,9 @@ class ForwardTuner:
         """That of the micro-batch at hand; None between two."""
         self.forwards: list[RanForward] = []
         """Those of the window so far."""
+        self.checks_lengths = False
+        """Whether the lengths of a goal are a user's, to be compared with those that run."""
+        self._unread: list[tuple[Tensor, int]] = []
         self._spent_s = 0.0
         self._begun = 0
         self._around = around
@@ -81,6 +85,9 @@ class ForwardTuner:
             lengths, is_real = _sequences(cu_seqlens, attention_mask, goal.lengths)
             forward = self._make(module, lengths, is_real, goal, cu_seqlens.device)
             self.forwards.append(forward)
+            if self.checks_lengths and lengths == list(goal.lengths) and cu_seqlens.device.type != "cpu":
+                # They may only be believed: the device is asked when the window is over.
+                self._unread.append((cu_seqlens[-1], sum(lengths)))
         self._spent_s += time.perf_counter() - start
         return forward.target
 
@@ -94,11 +101,30 @@ class ForwardTuner:
         return (sum(o.chosen_us for o in outcomes) - fixed_us) / 1e3, float(budgets.mean())
 
     def end_micro_batch(self) -> None:
-        """Tune nothing until the next micro-batch begins."""
+        """Tune nothing until the next micro-batch begins.
+
+        Raises:
+            ValueError: The lengths that a user's function has told are not those of the sequences that ran.
+        """
+        goal, ran = self.goal, self.forwards[self._begun :]
         self.goal, self._begun = None, len(self.forwards)
+        if self.checks_lengths and goal is not None and ran:
+            told = sum(goal.lengths)
+            # Padding may count or not, and a second forward may be of the same sequences.
+            real = itertools.accumulate(int(np.dot(f.lengths, f.is_real)) for f in ran)
+            if told not in {*real, *itertools.accumulate(sum(f.lengths) for f in ran)}:
+                raise ValueError(_wrong_tokens(told, sum(sum(f.lengths) for f in ran)))
 
     def take(self) -> list[ForwardOutcome]:
-        """Return what the window's forwards came to, and forget them; this may wait for the device."""
+        """Return what the window's forwards came to, and forget them; this may wait for the device.
+
+        Raises:
+            ValueError: The lengths that a user's function has told are not those of the sequences that ran.
+        """
+        unread, self._unread = self._unread, []
+        for ran, told in zip([int(end) for end, _ in unread], [told for _, told in unread], strict=True):
+            if ran != told:
+                raise ValueError(_wrong_tokens(told, ran))
         forwards, self.forwards, self._begun = self.forwards, [], 0
         self._spent_s += sum(float(f.target.spent_s) for f in forwards if f.target.spent_s is not None)
         return [o for o in (forward.outcome() for forward in forwards) if o is not None]
@@ -219,6 +245,14 @@ def _settings(base: Any) -> SparseSettings:
     settings = base.sb_settings
     assert isinstance(settings, SparseSettings)
     return settings
+
+
+def _wrong_tokens(told: int, ran: int) -> str:
+    return explain(
+        f"lengths of SparseBalanceCallback returns {told} tokens for a batch, and {ran} have run",
+        "micro-batches are steered by the tokens of their sequences",
+        "return the tokens of each sequence that the model is given in training_step",
+    )
 
 
 def _nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -28,6 +28,7 @@ __all__ = ["EmaGoals", "Goals", "PlanGoals", "SlotGoals"]
 
 EMA_RATE = 0.3
 """Weight of the newest window, as in the `BudgetStore`."""
+MOST_TOKENS = 2**31
 
 
 class Goals(Protocol):
@@ -319,5 +320,35 @@ def _goal(tau_us: int | None, batch: Any, lengths: Lengths | None) -> CellGoal:
 
 
 def _tokens(lengths: Lengths, batch: Any) -> list[int]:
+    """Return what a user's function says of a batch.
+
+    Raises:
+        TypeError: It is no flat list of numbers.
+        ValueError: A number counts no tokens.
+    """
     found: Any = lengths(batch)
-    return [int(n) for n in (found.tolist() if hasattr(found, "tolist") else found)]
+    is_array, is_empty = hasattr(found, "ndim"), getattr(found, "is_meta", False)
+    is_no_list = isinstance(found, (str, bytes, Mapping, Set)) or not isinstance(found, Iterable)
+    if is_no_list or is_empty or (is_array and found.ndim != 1):
+        what = "None" if found is None else f"a {type(found).__name__}"
+        what += " without data" if is_empty else f" of {found.ndim} dimensions" if is_array else ""
+        raise TypeError(_refused(what))
+    return [_count(value) for value in (found.tolist() if hasattr(found, "tolist") else found)]
+
+
+def _count(value: Any) -> int:
+    is_scalar = getattr(value, "ndim", None) == 0 and not getattr(value, "is_meta", False)
+    number = value.item() if is_scalar else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(_refused(f"{number!r} for a sequence"))
+    if not 0 <= number < MOST_TOKENS or number != int(number):
+        raise ValueError(_refused(f"{number} tokens for a sequence"))
+    return int(number)
+
+
+def _refused(found: str) -> str:
+    return explain(
+        f"lengths of SparseBalanceCallback returns {found}",
+        "micro-batches are steered by the tokens of their sequences",
+        "return a flat list, array or tensor of whole numbers, one for each sequence of the batch",
+    )

@@ -16,6 +16,10 @@ Granularity = Literal["layer", "step"]
 Sync = Literal["plan", "ema", "slot"]
 
 
+MOST_BUDGET = 2**31 - 1
+"""The kernels count blocks in 32 bits."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TuningSettings:
     """How budgets are tuned; see `SparseBalanceCallback`."""
@@ -93,7 +97,7 @@ class TuningSettings:
             )
 
     def check_budget(self, budget: int | None, name: str) -> None:
-        """Refuse a k0 that lies outside the limits.
+        """Refuse a k0 that lies outside the limits, or of 2**31 and more.
 
         Args:
             budget: k0; None if it is not known.
@@ -101,6 +105,14 @@ class TuningSettings:
         """
         if budget is None:
             return
+        if budget > MOST_BUDGET:
+            raise ValueError(
+                explain(
+                    f"{name} is {budget}",
+                    "the kernels count blocks in 32 bits",
+                    f"lower {name}, to the blocks of the longest sequence at most",
+                )
+            )
         if budget < self.min_budget or (self.max_budget is not None and budget > self.max_budget):
             limits = f"min_budget {self.min_budget}, max_budget {self.max_budget}"
             raise ValueError(

@@ -62,6 +62,8 @@ def is_padding(batch: Any) -> bool:
 
 
 def _lengths_from_positions(positions: Tensor) -> list[int]:
+    if not positions.numel():
+        return []
     starts = positions.eq(0)
     # A row starts a sequence even where a foreign collator counts from another number.
     starts[:, 0] = True

@@ -80,16 +80,24 @@ def row(arm, found):
 
 
 @rank_zero_only
-def report(found):
-    print(f"\n{'':<24}imbalance  window ms  val loss   budgets           change of coverage  work")
-    for arm, figures in found.items():
-        print(row(arm, figures))
-    print(
+def tell(text):
+    # At once, also through a pipe: an arm takes some seconds.
+    print(text, flush=True)
+
+
+def report(arms=ARMS, **settings):
+    """Train arm after arm, and tell of each when it starts and when it is done."""
+    tell(f"{'':<24}imbalance  window ms  val loss   budgets           change of coverage  work")
+    for arm in arms:
+        tell(f"training {arm} ...")
+        tell(row(arm, train(arm, **settings)))
+    tell(
         "\nimbalance: busy time of the slower rank over the mean of both, on average over windows\n"
-        "work: predicted time at the budgets used over that at the budget of sparsify()"
+        "work: predicted time at the budgets used over that at the budget of sparsify()\n"
+        "The arms ran one after the other: compare window ms only on a quiet machine, imbalance always."
     )
 
 
 if __name__ == "__main__":
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    report({arm: train(arm) for arm in ARMS})
+    report()

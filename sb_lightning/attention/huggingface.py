@@ -40,6 +40,10 @@ __all__ = [
 IMPLEMENTATION = "sb_moba"
 TUNER = "sb_tuner"
 """Attribute of a base model with what gives each of its training forwards a `SparseTarget`."""
+# Tested; others whose layers are built alike work too.
+WORKING = (
+    "Llama, Qwen2, Qwen3, Mistral and Mixtral without a sliding window, Phi-3, Granite, OLMo 2 or SmolLM3"
+)
 # Arguments of other models' attention functions that change the scores in ways MoBA does not define.
 SCORE_MODIFIERS = ("softcap", "s_aux", "position_bias", "sliding_window")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -94,7 +98,7 @@ def sparsify(
     Raises:
         ValueError: The model's attention has something MoBA does not define (sliding window, score
             bias, dropout, sinks, an unsupported head dimension), or an argument is out of range.
-        TypeError: `model` contains no transformers model with interchangeable attention, or
+        TypeError: `model` contains no transformers model, or one whose attention cannot be replaced, or
             `dense_layers` is no list of integers.
     """
     check_block_size(block_size)
@@ -261,7 +265,8 @@ def _attention_forward(
             explain(
                 "the layer was given no cu_seqlens and max_seqlen",
                 "the bounds of the sequences come from a hook on the base model",
-                "call the model rather than a layer of it; under torch.compile pass both to its forward",
+                "call the model rather than a layer of it; under torch.compile pass both to its forward; an "
+                "architecture whose layers hand no keyword arguments on (Nemotron) cannot be made sparse",
             )
         )
     rows, heads, columns, dim = query.shape
@@ -308,12 +313,15 @@ def _base_model(model: nn.Module) -> tuple[PreTrainedModel, list[nn.Module]]:
         for m in model.modules()
         if layers and isinstance(m, PreTrainedModel) and wanted <= {id(part) for part in m.modules()}
     ]
-    if not holding or not getattr(holding[-1], "_supports_attention_backend", False):
-        raise TypeError(
-            explain(
-                f"{type(model).__name__} holds no transformers model with interchangeable attention",
-                "sparsify() plugs into transformers' AttentionInterface",
-                "pass a decoder-only model such as Qwen2ForCausalLM or LlamaForCausalLM",
-            )
+    if holding and getattr(holding[-1], "_supports_attention_backend", False):
+        return holding[-1], layers
+    foreign = next((type(m).__name__ for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    raise TypeError(
+        explain(
+            f"{type(model).__name__} holds no transformers model"
+            if foreign is None
+            else f"the attention of {foreign} cannot be replaced",
+            "sparsify() plugs into transformers' AttentionInterface, for attention layers built like Llama's",
+            f"pass a model of an architecture that works, such as {WORKING}",
         )
-    return holding[-1], layers
+    )

@@ -167,9 +167,11 @@ class BalancedDataLoader(RankDataLoader):
         if ELSEWHERE in resume:
             raise RuntimeError(
                 explain(
-                    "the checkpoint says that the position in the data was not kept by the loader",
-                    "it was kept by a BalancedSampling callback or by a data module, and none is here",
-                    "add sb_lightning.callbacks.BalancedSampling to the Trainer's callbacks",
+                    "the checkpoint was saved by a run with a BalancedSampling callback (or a TextDataModule)"
+                    ", and this run has none",
+                    "where to go on in the data is written in that callback's part of the checkpoint, which "
+                    "nothing else reads",
+                    "add sb_lightning.callbacks.BalancedSampling() to the Trainer's callbacks",
                 )
             )
         epoch, start = _next_position(resume)

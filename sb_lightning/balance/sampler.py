@@ -197,6 +197,14 @@ class SparsityAwareBatchSampler:
             self.lengths, self.target_tokens = check_overflow(
                 self.lengths, self.target_tokens, self.max_tokens, truncate=self.overflow == "truncate"
             )
+        if not len(self.lengths):
+            raise ValueError(
+                explain(
+                    "lengths is empty",
+                    "there would be no step to train",
+                    "pass the lengths of a data set with at least one sequence",
+                )
+            )
         if self.num_batches == 0:
             raise ValueError(
                 explain(

@@ -1,10 +1,14 @@
-"""jsonargparse's messages in one line: the full key, what was wrong with it, and the nearest valid key."""
+"""jsonargparse's messages in one line: the full key, what was wrong with it, and the nearest valid key.
+
+Where no valid key is near, those that there are follow, below that line if they are many.
+"""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import re
+import textwrap
 from collections.abc import Collection
 from importlib import import_module
 
@@ -24,7 +28,9 @@ NO_CLASS = re.compile(r"Expected a dot import path string: (\S+)")
 EXPECTED = re.compile(r"- (?:Expected an? (?!path but)|Not a valid subclass of )(.+)")
 VALUE = re.compile(r"Given value: (.*)")
 ARGUMENT = re.compile(r"NestedArg\(key='[\w.]+', val=(.*)\)$")
-MANY_KEYS = 12
+# So many keys are told in the same line; so many at all.
+KEYS_IN_LINE, KEYS_TOLD = 12, 20
+COLUMNS = 100
 
 
 def one_line(message: str, keys: Collection[str]) -> str:
@@ -42,7 +48,7 @@ def one_line(message: str, keys: Collection[str]) -> str:
 
 
 def nearest_key(key: str, keys: Collection[str]) -> str:
-    """Return what to say about a key that does not exist: the nearest one, or those beside it.
+    """Return what to say about a key that does not exist: the nearest one, or those that there are.
 
     Args:
         key: The full key.
@@ -53,10 +59,12 @@ def nearest_key(key: str, keys: Collection[str]) -> str:
         " (did you mean 'a.learning_rate'?)"
         >>> nearest_key("a.x", ["a", "a.learning_rate", "a.beta"])
         ' (keys of a: beta, learning_rate)'
+        >>> nearest_key("x.lr", ["a", "a.learning_rate", "b"])
+        ' (keys: a, b)'
     """
     parent, _, name = key.rpartition(".")
     others = sorted(other for other in keys if not key.startswith(f"{other}."))
-    siblings = [other.rpartition(".")[2] for other in others if parent and other.rpartition(".")[0] == parent]
+    siblings = _keys_of(parent, others)
     close = difflib.get_close_matches(key, others, n=1, cutoff=0.75)
     # The last part must be alike as well: a long parent makes any two keys look alike.
     if close and difflib.SequenceMatcher(None, name, close[0].rpartition(".")[2]).ratio() < 0.5:
@@ -65,10 +73,30 @@ def nearest_key(key: str, keys: Collection[str]) -> str:
         sibling for sibling in siblings if "".join(word[:1] for word in sibling.split("_")) == name
     ]
     if beside:
-        return f" (did you mean '{parent}.{beside[0]}'?)"
+        return f" (did you mean '{parent}{'.' * bool(parent)}{beside[0]}'?)"
     if close:
         return f" (did you mean '{close[0]}'?)"
-    return f" (keys of {parent}: {', '.join(siblings)})" if 0 < len(siblings) <= MANY_KEYS else ""
+    if parent and not siblings:
+        # There is no such group either.
+        return nearest_key(parent, keys)
+    return _told(f"keys of {parent}" if parent else "keys", siblings or _keys_of(parent, keys))
+
+
+def _keys_of(group: str, keys: Collection[str]) -> list[str]:
+    start = f"{group}." if group else ""
+    return sorted({key[len(start) :].partition(".")[0] for key in keys if key.startswith(start)})
+
+
+def _told(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    if len(names) <= KEYS_IN_LINE:
+        return f" ({what}: {', '.join(names)})"
+    more = [f"and {len(names) - KEYS_TOLD} more (see --help)"] if len(names) > KEYS_TOLD else []
+    text = f"{what}: {', '.join(names[:KEYS_TOLD] + more)}"
+    return "\n" + textwrap.fill(
+        text, COLUMNS, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
+    )
 
 
 def _about(key: str, detail: str, keys: Collection[str]) -> str:

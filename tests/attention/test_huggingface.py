@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from tiny import gradients, packed, tiny_architecture
@@ -10,17 +13,26 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertModel,
+    BloomConfig,
+    BloomForCausalLM,
     DataCollatorWithFlattening,
     Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from sb_lightning.attention import sparsify
-from sb_lightning.attention.huggingface import sparse_settings
+from sb_lightning.attention.huggingface import WORKING, sparse_settings
 
 SIZES = {name: value for name, value in tiny_architecture().items() if name != "model_type"}
 FAMILIES = {
@@ -28,7 +40,16 @@ FAMILIES = {
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
     "llama": LlamaConfig(**SIZES, attention_bias=True),
     "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=32),
+    "mixtral": MixtralConfig(**SIZES, sliding_window=None, num_local_experts=2),
+    "phi3": Phi3Config(**SIZES, pad_token_id=0),
+    "granite": GraniteConfig(**SIZES),
+    "olmo2": Olmo2Config(**SIZES),
+    "smollm3": SmolLM3Config(**SIZES, pad_token_id=0),
 }
+
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+LIMITS = README.partition("## Limits")[2].partition("\n## ")[0]
 
 
 def build(config=None, **kwargs):
@@ -315,10 +336,28 @@ def test_bad_arguments(arguments, reason):
         sparsify(build(), **arguments)
 
 
-@pytest.mark.parametrize("module", [torch.nn.Linear(2, 2), BertModel(BertConfig(num_hidden_layers=1))])
-def test_other_modules_are_refused(module):
-    with pytest.raises(TypeError, match="no transformers model with interchangeable attention"):
-        sparsify(module, block_size=16, budget=2)
+def test_other_modules_are_refused():
+    with pytest.raises(TypeError, match=r"Linear holds no transformers model: .* such as Llama, Qwen2,"):
+        sparsify(torch.nn.Linear(2, 2), block_size=16, budget=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (BertModel, BertConfig(num_hidden_layers=1)),
+        (GPT2LMHeadModel, GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=64)),
+        (BloomForCausalLM, BloomConfig(hidden_size=64, n_layer=1, n_head=2, vocab_size=64)),
+    ],
+)
+def test_other_architectures_are_refused_by_name(kind, config):
+    with pytest.raises(TypeError, match=f"the attention of {kind.__name__} cannot be replaced"):
+        sparsify(torch.nn.Sequential(kind(config)), block_size=16, budget=2)
+
+
+def test_the_architectures_that_are_named_are_those_tested_here():
+    for text in (WORKING, LIMITS):
+        named = re.sub(r"[ -]", "", " ".join(text.split())).lower()
+        assert all(family in named for family in FAMILIES), text
 
 
 def test_a_layer_called_without_bounds_says_so():

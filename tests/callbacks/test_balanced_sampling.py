@@ -372,6 +372,12 @@ def test_what_disagrees_is_named(name, tmp_path):
         fit(tmp_path, BalancedSampling(), *callbacks, **settings)
 
 
+@pytest.mark.parametrize("sampler", [5, make_loader()], ids=["number", "loader"])
+def test_what_is_no_sampler_is_refused(sampler):
+    with pytest.raises(TypeError, match=r"^sampler is a .*To fix it"):
+        BalancedSampling(sampler=sampler)
+
+
 def test_a_plain_loader_trains_but_does_not_resume(tmp_path):
     records = fit(tmp_path, BalancedSampling(), data=plain_loader, save=True).records
     assert records == fit(tmp_path).records

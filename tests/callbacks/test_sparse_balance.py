@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import csv
 
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 from sparse_run import (
     BLOCK,
     BUDGET,
@@ -123,6 +125,23 @@ def test_the_monitor_is_told_the_prediction_and_the_budget(tmp_path):
         want = sum(cell_us(lengths, layer.int().tolist()) for layer in record[..., 0]) / 2e3
         assert last.predicted_ms[0, micro_batch] == pytest.approx(want, rel=1e-6)
     assert module.logged[-1]["time/tune_ms"] > 0
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_loggers_get_one_time_of_tuning_per_step(tmp_path, is_first, enabled):
+    monitor, ours = ImbalanceMonitor(spans=False), tuning(enabled=enabled)
+    callbacks = [monitor, ours] if is_first else [ours, monitor]
+    made = make_trainer(
+        tmp_path, *callbacks, logger=CSVLogger(tmp_path, name="", version=""), log_every_n_steps=1
+    )
+    made.fit(Module())
+    with (tmp_path / "metrics.csv").open() as file:
+        told = [row for row in csv.DictReader(file) if row["time/tune_ms"]]
+    assert [row["step"] for row in told] == [str(step) for step in range(made.global_step)]
+    # The value that stays is the tuner's, where there is one.
+    name, other = ("sparsity/budget_mean", "time/plan_ms")[:: 1 if enabled else -1]
+    assert all(row[name] and not row.get(other) for row in told)
 
 
 def test_budgets_go_into_the_store_of_the_sampler(run):

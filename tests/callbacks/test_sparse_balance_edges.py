@@ -273,12 +273,48 @@ def test_a_table_from_the_sampler_s_own_file_is_one_with_its_table(tmp_path):
         ({"slack_speed": True, "anchor": "slack"}, "slack_speed is True"),
         ({"tolerance": float("inf")}, "tolerance is inf"),
         ({"max_budget": True}, "max_budget is True"),
+        ({"base_budget": 2**31}, "base_budget is 2147483648"),
+        ({"base_budget": 2**31, "min_budget": 2**31}, "base_budget is 2147483648"),
     ],
 )
 def test_settings_of_a_wrong_kind_are_refused_and_named(settings, named):
     with pytest.raises((ValueError, TypeError), match="To fix it") as error:
         SparseBalanceCallback(**settings)
     assert named in str(error.value)
+
+
+def test_a_model_s_budget_that_no_kernel_can_count_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^sparsify's budget is 2147483648.*To fix it"):
+        fit(tmp_path, tuning(), module={"model": build(budget=2**31)})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        [],
+        {"version": 1, "windows": 2, "ema_us": None},
+        {"version": 1, "windows": None, "ema_us": None, "store": None},
+        {"version": 1, "windows": 2, "ema_us": None, "store": 5},
+        {"version": 1, "windows": 2, "ema_us": None, "store": {"version": 1, "ring": [{}]}},
+    ],
+    ids=["none", "list", "no store", "no windows", "other store", "damaged store"],
+)
+def test_a_damaged_state_is_refused(state):
+    with pytest.raises(ValueError, match=r"state of a SparseBalanceCallback cannot be read.*To fix it"):
+        tuning().load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+@pytest.mark.parametrize("sync", ["ema", "slot"])
+def test_lengths_of_another_total_are_refused(tmp_path, sync):
+    callback, module = (
+        tuning(table=COST, sync=sync, lengths=lambda batch: [200]),
+        Batches([packed([200, 40])]),
+    )
+    with pytest.raises(ValueError, match="returns 200 tokens for a batch, and 240 have run"):
+        fit(tmp_path, callback, module=module)
+    assert not hasattr(module.model.model, "sb_tuner")
 
 
 def test_a_table_that_is_no_file_is_refused_under_its_own_name(tmp_path):

@@ -88,3 +88,41 @@ def test_a_step_s_budget_comes_from_what_was_learnt(tune_short):
     (outcome,) = tuner.take()
     assert outcome.coverage.tolist() == [0.5, 0.5 if tune_short else 1.0]
     assert outcome.base_coverage.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("told", "ran", "is_refused"),
+    [
+        ([90, 60], [[90, 60]], False),
+        ([90, 60], [[90], [60]], False),
+        ([90, 60], [[90, 60], [90, 60]], False),
+        ([90], [[90, 60]], True),
+        ([90, 61], [[90, 60]], True),
+        ([90, 60], [[90]], True),
+        ([], [[90]], True),
+    ],
+    ids=["equal", "two forwards", "twice", "too few", "too many", "one left out", "none"],
+)
+def test_told_lengths_are_compared_with_those_that_ran(told, ran, is_refused):
+    model, tuner = tuned_model()
+    tuner.checks_lengths = True
+    for lengths in ran:
+        run(model, tuner, packed(lengths), tau_us=1000, lengths=tuple(told))
+    if not is_refused:
+        return tuner.end_micro_batch()
+    says = f"lengths of .* returns {sum(told)} tokens for a batch, and {sum(map(sum, ran))} have run.*To fix"
+    with pytest.raises(ValueError, match=says):
+        tuner.end_micro_batch()
+    return None
+
+
+@pytest.mark.parametrize("ran", [150, 160])
+def test_lengths_that_were_believed_are_compared_when_the_window_is_over(ran):
+    """As on a device, where reading the bounds before the forward would wait."""
+    _, tuner = tuned_model()
+    tuner._unread.append((torch.tensor(ran), 150))
+    if ran == 150:
+        assert tuner.take() == []
+        return
+    with pytest.raises(ValueError, match="returns 150 tokens for a batch, and 160 have run"):
+        tuner.take()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from sparse_run import BLOCK, BUDGET, COST, LENGTHS
 from tiny import packed
 
@@ -170,3 +171,67 @@ def test_ranks_at_different_micro_batches_are_named(batch_idx, window):
     goals = slots(TwoRanks(100, batch_idx, window))
     with pytest.raises(RuntimeError, match=rf"micro-batches \[0, {batch_idx}\] of windows \[0, {window}\]"):
         goals.goal(packed([200]), 0)
+
+
+class Unlisted:
+    def __repr__(self):
+        return "Unlisted"
+
+
+WRONG_LENGTHS = {
+    "none": (None, TypeError, "returns None"),
+    "number": (5, TypeError, "returns a int"),
+    "text": ("12", TypeError, "returns a str"),
+    "dict": ({5: 1}, TypeError, "returns a dict"),
+    "set": ({5, 6}, TypeError, "returns a set"),
+    "rows": (torch.tensor([[5]]), TypeError, "a Tensor of 2 dimensions"),
+    "scalar": (np.int64(5), TypeError, "a int64 of 0 dimensions"),
+    "meta": (torch.zeros(2, dtype=torch.int64, device="meta"), TypeError, "without data"),
+    "nested": ([[5], [6]], TypeError, r"returns \[5\] for a sequence"),
+    "text items": (["5"], TypeError, "returns '5' for a sequence"),
+    "other items": ([Unlisted()], TypeError, "returns Unlisted for a sequence"),
+    "bools": (torch.tensor([True]), TypeError, "returns True for a sequence"),
+    "array bools": ([np.bool_(1)], TypeError, "returns True for a sequence"),
+    "nan": ([float("nan")], ValueError, "nan tokens"),
+    "inf": (np.array([np.inf]), ValueError, "inf tokens"),
+    "fraction": ([5.7], ValueError, "5.7 tokens"),
+    "negative": ([-5], ValueError, "-5 tokens"),
+    "too many": ([2**31], ValueError, "2147483648 tokens"),
+}
+
+
+@pytest.mark.parametrize("kind", ["slot", "ema"])
+@pytest.mark.parametrize("case", WRONG_LENGTHS)
+def test_what_a_function_of_lengths_may_not_return(case, kind):
+    found, error, named = WRONG_LENGTHS[case]
+    with pytest.raises(error, match=f"^lengths of SparseBalanceCallback .*{named}.*To fix it"):
+        given(kind, found).goal({}, 0)
+
+
+def given(kind, found):
+    """Goals of whoever passes a function of the batch that returns this."""
+    if kind == "slot":
+        return SlotGoals(TuningSettings(sync="slot"), TwoRanks(100), PRICES, BUDGET, lambda batch: found, 0)
+    return EmaGoals(TuningSettings(sync="ema"), lambda batch: found, 300.0, 0)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [5, 6],
+        (5, 6),
+        np.array([5, 6]),
+        torch.tensor([5.0, 6.0]),
+        [np.int32(5), torch.tensor(6)],
+        iter([5, 6]),
+    ],
+    ids=["list", "tuple", "array", "whole floats", "scalars", "iterator"],
+)
+def test_what_a_function_of_lengths_may_return(found):
+    assert given("ema", found).goal({}, 0).lengths == (5, 6)
+
+
+def test_a_slot_may_have_no_tokens():
+    """Of a packed batch without a sequence: its fixed cost is left."""
+    nothing = {name: torch.zeros(1, 0, dtype=torch.int64) for name in ("input_ids", "position_ids")}
+    assert slots(TwoRanks(0), anchor="max").goal(nothing, 0).tau_us == PRICES.fixed_us

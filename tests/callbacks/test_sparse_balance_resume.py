@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sparse_run import fit, records, tuning, weights
+from sparse_run import Module, fit, records, tuning, weights
 from tiny_run import SaveAlways
 
 from sb_lightning.callbacks import BalancedSampling
@@ -61,3 +61,27 @@ def test_one_callback_may_train_twice(tmp_path):
     first = fit(tmp_path, callback)
     again = fit(tmp_path, callback)
     assert torch.equal(weights(first), weights(again))
+
+
+def test_manual_steps_within_a_planned_window_are_counted_once(tmp_path):
+    """The window is started anew, so what it had come to before is not kept."""
+    options = {"manual": True, "sampler": {"accumulate": 3}}
+    settings = {"accumulate_grad_batches": 1}
+    whole = fit(tmp_path, tuning(), BalancedSampling(), SaveAlways(tmp_path), module=options, **settings)
+    updates = []
+
+    class Counting(Module):
+        def train_dataloader(self):
+            loader = super().train_dataloader()
+            update = self.sampler.store.update
+            self.sampler.store.update = lambda number, **window: (
+                updates.append(sorted(window["ids"])) or update(number, **window)
+            )
+            return loader
+
+    resumed = fit(
+        tmp_path, tuning(), BalancedSampling(), module=Counting(**options),
+        resume=tmp_path / "b-0-4.ckpt", **settings,
+    )  # fmt: skip
+    assert resumed.seen == whole.seen[3:]
+    assert updates == [sorted(i for (i,) in whole.seen[at : at + 3]) for at in (3, 6, 9)]

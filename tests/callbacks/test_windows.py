@@ -24,6 +24,7 @@ LENGTH_CASES = {
         {"position_ids": torch.tensor([[5, 6, 0, 1], [7, 8, 9, 10]])},
         [2, 2, 4],
     ),
+    "no positions": ({"input_ids": torch.zeros(1, 0), "position_ids": torch.zeros(1, 0)}, []),
     "rows": ({"input_ids": torch.zeros(2, 7)}, [7, 7]),
 }
 

@@ -88,6 +88,32 @@ def test_a_logger_without_its_folder(capsys, in_file):
     assert error.endswith("it needs a value for trainer.logger.save_dir")
 
 
+def test_the_keys_of_a_class_without_a_near_one(capsys):
+    tuning = {"class_path": "sb_lightning.callbacks.SparseBalanceCallback", "init_args": {"p": 0.1}}
+    arguments = ["fit", write({"trainer": {"callbacks": [tuning]}})]
+    assert run(arguments, Configured, TinyData) == 2
+    _, _, error, *keys = capsys.readouterr().err.splitlines()
+    assert error == "error: there is no key 'trainer.callbacks.p' of SparseBalanceCallback"
+    assert keys[0].startswith("  keys of trainer.callbacks: anchor, base_budget, ")
+    assert "tolerance" in " ".join(keys)
+    assert all(len(line) <= 100 for line in keys)
+
+
+def test_the_keys_of_a_group_and_of_the_command(capsys):
+    assert run(["fit", "--trainer.foo=1"], Configured, TinyData) == 2
+    keys = " ".join(capsys.readouterr().err.splitlines()[3:])
+    assert keys.startswith("  keys of trainer: accelerator, ")
+    told, more = keys.split(", and ")
+    assert len(told.split(", ")) == 20
+    assert int(more.partition(" ")[0]) > 5
+    for argument in ("--zzz=1", "--zzz.foo=1"):
+        error = error_of(capsys, argument)
+        assert "unrecognized arguments: --zzz" in error
+        assert "(keys: " in error
+        assert ", model, " in error
+    assert "(did you mean 'trainer'?)" in error_of(capsys, "--trainr.foo=1")
+
+
 def test_unknown_messages_stay_as_they_are():
     assert one_line("something\nelse", []) == "something\nelse"
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from tiny import tiny_architecture
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from sb_lightning.attention import sparsify
@@ -85,7 +95,7 @@ def test_budget_and_sizes_are_those_of_the_model():
 
 
 def test_without_a_table_one_warning_says_what_is_counted():
-    with pytest.warns(UserWarning, match="counted operations of Qwen2ForCausalLM") as said:
+    with pytest.warns(UserWarning, match=r"latency=.*counts the operations of Qwen2ForCausalLM") as said:
         balance(trainer_of(qwen()), policy="latency")
     assert len([w for w in said if "latency table" in str(w.message)]) == 1
     with pytest.warns(UserWarning, match="generic model"):
@@ -94,6 +104,45 @@ def test_without_a_table_one_warning_says_what_is_counted():
 
 def test_lengths_may_be_a_function_of_a_sample():
     assert balance(lengths=len).batches.lengths.tolist() == LENGTHS
+
+
+def sampled(batch_size=1, drop_last=False, **options):
+    """A loader with a DistributedSampler of its own."""
+    chosen = DistributedSampler(SAMPLES, **{"num_replicas": 1, "rank": 0, **options})
+    return DataLoader(SAMPLES, batch_size=batch_size, sampler=chosen, drop_last=drop_last)
+
+
+def test_the_loader_s_own_sampler_gives_its_seed_and_what_it_drops(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    kept, dropped = (balance(loader=sampled(seed=5, drop_last=drop)).batches for drop in (False, True))
+    assert (kept.seed, kept.tail, dropped.tail) == (5, "partial", "drop")
+    chosen = DistributedSampler(SAMPLES, 1, 0, drop_last=True)
+    assert balance(loader=DataLoader(SAMPLES, sampler=chosen)).batches.tail == "drop"
+    assert balance(loader=sampled(seed=5), seed=3).batches.seed == 3
+
+
+def test_batches_may_be_made_by_a_plain_batch_sampler():
+    batches = BatchSampler(RandomSampler(SAMPLES), 2, True)
+    found = balance(loader=DataLoader(SAMPLES, batch_sampler=batches)).batches
+    assert (found.sequences_per_micro_batch, found.tail) == (2, "drop")
+    with pytest.raises(ValueError, match="WeightedRandomSampler"):
+        balance(
+            loader=DataLoader(
+                SAMPLES, batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * 18, 18), 2, True)
+            )
+        )
+
+
+class Twice(DataLoader):
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield batch
+            yield batch
+
+
+class Endless:
+    def __getitem__(self, index):
+        return SAMPLES[index % len(SAMPLES)]
 
 
 class Stream(IterableDataset):
@@ -111,17 +160,78 @@ class Stream(IterableDataset):
         (DataLoader(SAMPLES, sampler=WeightedRandomSampler([1.0] * 18, 18)), ValueError, "Weighted"),
         (DataLoader(SAMPLES, sampler=RandomSampler(SAMPLES, replacement=True)), ValueError, "RandomSampler"),
         (DataLoader(SAMPLES, sampler=[3, 1]), ValueError, "sampler is a list"),
+        (DataLoader(Endless()), TypeError, "without __len__"),
+        (Twice(SAMPLES, shuffle=True), ValueError, "Twice, which has its own __iter__.*BalancedDataLoader"),
+        (DataLoader(SAMPLES, sampler=RandomSampler(SAMPLES, num_samples=4)), ValueError, "of 4 samples.* 18"),
+        (DataLoader(SAMPLES, sampler=SequentialSampler(range(4))), ValueError, "of 4 samples.* 18"),
+        (DataLoader(SAMPLES, sampler=DistributedSampler(SAMPLES[:4], 1, 0)), ValueError, "of 4 samples"),
+        (sampled(shuffle=False), ValueError, "shuffle=False"),
+        (sampled(num_replicas=2, rank=1), ValueError, "rank 1 of 2.* rank 0 of 1"),
     ],
-    ids=["list", "iterable", "unbatched", "batches", "weighted", "replacement", "chosen"],
+    ids=[
+        "list",
+        "iterable",
+        "unbatched",
+        "batches",
+        "weighted",
+        "replacement",
+        "chosen",
+        "no length",
+        "own iteration",
+        "fewer",
+        "the first",
+        "others",
+        "in order",
+        "other ranks",
+    ],
 )
 def test_loaders_whose_choice_would_be_lost_are_refused(loader, error, named):
-    with pytest.raises(error, match=named):
+    with pytest.raises(error, match=f"{named}.*To fix it"):
         balance(loader=loader)
+
+
+@pytest.mark.parametrize("trainer", [None, 5, LightningModule()], ids=["none", "number", "module"])
+def test_what_is_no_trainer_is_named(trainer):
+    with pytest.raises(TypeError, match=r"trainer is .*To fix it, pass trainer=self\.trainer"):
+        balance_loader(DataLoader(SAMPLES, shuffle=True), LENGTHS, trainer=trainer)
+
+
+@pytest.mark.filterwarnings("ignore:balance_loader. the loader does not shuffle")
+def test_an_empty_data_set_is_refused():
+    with pytest.raises(ValueError, match="lengths is empty"):
+        balance(lengths=[], loader=DataLoader([]))
 
 
 def test_other_numbers_of_lengths_are_refused():
     with pytest.raises(ValueError, match="17 lengths, and 18 samples"):
         balance(lengths=LENGTHS[:-1])
+
+
+def said_of(policy="tokens", batch_size=2, **options):
+    """What balance_loader says of large batches."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        balance(loader=DataLoader(SAMPLES, batch_size=batch_size, shuffle=True), policy=policy, **options)
+    return [str(w.message) for w in caught]
+
+
+def test_several_samples_per_micro_batch_are_told_what_pads_and_what_weighs():
+    (both,) = said_of()
+    assert "micro-batches have 2 samples. If your collate_fn pads" in both
+    assert "policy='length'" in both
+    assert "window_loss_scale" in both
+    (loss,) = said_of(policy="length")
+    assert "pads" not in loss
+    assert "window_loss_scale" in loss
+    (padding,) = said_of(add_plan=True)
+    assert "window_loss_scale" not in padding
+    assert said_of(policy="length", add_plan=True) == []
+    assert said_of(batch_size=1) == []
+
+
+def test_no_lengths_are_named():
+    with pytest.raises(TypeError, match=r"lengths of balance_loader is None.*To fix it, pass as lengths"):
+        balance(lengths=None)
 
 
 def test_a_loader_without_shuffle_is_told():

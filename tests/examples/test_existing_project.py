@@ -282,3 +282,21 @@ def test_lora_keeps_its_base_and_may_be_sparsified_before_or_after(gloo_pool):
         assert ranks[0]["moved"] == adapters
         assert adapters
     assert torch.equal(found["before"][0]["weights"], found["after"][0]["weights"])
+
+
+def test_the_comparison_tells_of_each_arm_when_it_starts_and_when_it_is_done(monkeypatch, capsys):
+    project()
+    import compare
+
+    told = []
+
+    def train(arm):
+        told.append(capsys.readouterr().out.splitlines()[-1])
+        return {"imbalance": 1.25, "window_ms": 321.0, "val_loss": 5.5, "tuned": []}
+
+    monkeypatch.setattr(compare, "train", train)
+    compare.report(["as it was", "sampler alone"])
+    assert told == ["training as it was ...", "training sampler alone ..."]
+    row, *notes = capsys.readouterr().out.splitlines()
+    assert row.split() == ["sampler", "alone", "1.250", "321", "5.500"]
+    assert "only on a quiet machine" in notes[-1]
