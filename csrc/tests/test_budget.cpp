@@ -127,6 +127,12 @@ void TestSeveral() {
   ExpectBudgets(free, 1, 2);
   free.rule.tau_us = 19;  // infeasible: the least
   ExpectBudgets(free, 1, 1);
+  // It comes before all that cost something, for what it leads to.
+  Case behind = Two();
+  behind.coverage = {{0, 10, 10, 10}, {0, 0, 90, 90}};
+  behind.cost = {{10, 20, 30, 40}, {10, 10, 20, 20}};
+  behind.rule.tau_us = 30;
+  ExpectBudgets(behind, 1, 4);
   // A short sequence keeps what it has and pays for it.
   Case small = Two();
   small.blocks = {2, 4};
