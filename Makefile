@@ -39,7 +39,7 @@ sanitize: $(VENV)/.dev  ## the C++ unit tests under AddressSanitizer, UBSan and 
 	done
 
 # Beside `make test`: the kernels' C++ tests under all schedules and sanitizers, and random shapes that it leaves out.
-lab: $(VENV)/.dev  ## the CUDA kernels on the emulator: all schedules and sanitizers (some 3 minutes)
+lab: $(VENV)/.dev  ## the CUDA kernels on the emulator: all schedules and sanitizers (some 2 minutes)
 	@PATH="$(abspath $(BIN)):$$PATH"; mkdir -p build; \
 	cmake -S . -B build/cmake -G Ninja -DCMAKE_BUILD_TYPE=Release >build/lab.log 2>&1 \
 	  && cmake --build build/cmake --target lab >>build/lab.log 2>&1 || { cat build/lab.log; exit 1; }; \

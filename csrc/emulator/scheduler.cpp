@@ -409,11 +409,7 @@ bool TakeCopy(int keep, Copy* copy) {
 
 void Launch(const char* name, dim3 grid, dim3 block, size_t bytes,
             const std::function<void()>& thread) {
-  static const bool from_environment = [] {
-    if (const char* text = std::getenv("SB_EMULATOR")) Configure(text);
-    return true;
-  }();
-  (void)from_environment;
+  CurrentSettings();  // those of the environment, where nothing has set any
   kernel = name;
   CheckLaunch(grid, block, bytes);
   body = &thread;

@@ -12,16 +12,22 @@ namespace {
 [[noreturn]] void Refuse(const std::string& word) {
   throw std::invalid_argument(
       "emulator setting '" + word +
-      "' is unknown: a typing error would silently test less. To fix it, write words such as "
+      "' is unknown or out of range: a typing error would silently test less. To fix it, write "
+      "words such as "
       "order=forward|reverse|random, seed=N, copies=late|early, poison=0|1, mma=exact|truncate, "
-      "blocks=ordered|unordered, shared_kb=N, multiprocessors=N, stack_kb=N.");
+      "blocks=ordered|unordered, shared_kb=N, multiprocessors=N (1 or more), stack_kb=N (16 or "
+      "more).");
 }
+
+bool is_configured = false;
 
 }  // namespace
 
 void Configure(const char* text) {
   Settings s;
-  std::istringstream words(text);
+  const char* environment = std::getenv("SB_EMULATOR");
+  // What is given here comes last, and so counts.
+  std::istringstream words(std::string(environment == nullptr ? "" : environment) + " " + text);
   for (std::string word; words >> word;) {
     const size_t sign = word.find('=');
     if (sign == std::string::npos) Refuse(word);
@@ -33,7 +39,10 @@ void Configure(const char* text) {
     const auto number = [&] {
       char* end = nullptr;
       const unsigned long long x = std::strtoull(value.c_str(), &end, 10);
-      if (value.empty() || *end != '\0') Refuse(word);
+      const bool is_number = value[0] >= '0' && value[0] <= '9' && *end == '\0';
+      // A smaller stack would end in a crash, a grid of no multiprocessor in none.
+      const uint64_t least = name == "stack_kb" ? 16 : name == "multiprocessors" ? 1 : 0;
+      if (!is_number || x < least) Refuse(word);
       return static_cast<uint64_t>(x);
     };
     if (name == "order" && value == "random")
@@ -61,9 +70,13 @@ void Configure(const char* text) {
       Refuse(word);
   }
   settings = s;
+  is_configured = true;
 }
 
-const Settings& CurrentSettings() { return settings; }
+const Settings& CurrentSettings() {
+  if (!is_configured) Configure("");
+  return settings;
+}
 Counters& CurrentCounters() { return counters; }
 
 }  // namespace emulator

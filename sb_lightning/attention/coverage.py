@@ -12,7 +12,7 @@ from sb_lightning._messages import explain
 from sb_lightning.attention import coverage_reference
 from sb_lightning.attention.autocast import cast_as_autocast
 from sb_lightning.attention.backends import choose_backend
-from sb_lightning.attention.checks import check_bound
+from sb_lightning.attention.checks import INT32_MAX, check_bound
 from sb_lightning.attention.functional import prepare
 from sb_lightning.tuning.coverage import ROW_STRIDE
 
@@ -63,7 +63,7 @@ def moba_coverage(
         >>> moba_coverage(q, k, cu_seqlens, block_size=32).shape
         torch.Size([2, 4, 2])
     """
-    chosen, _, block_size, max_seqlen, _ = prepare(
+    chosen, _, block_size, max_seqlen, _, _, cu_seqlens = prepare(
         q, k, None, cu_seqlens, 1, block_size, max_seqlen, 1, backend
     )
     check_bound("max_rank", max_rank)
@@ -162,6 +162,21 @@ def moba_budget(
                 "pass what moba_coverage returns, and times from LatencyTable.cost_us",
             )
         )
+    if cost_us.device != mass.device or (cu_seqlens is not None and cu_seqlens.device != mass.device):
+        where = "" if cu_seqlens is None else f" and cu_seqlens on {cu_seqlens.device}"
+        raise ValueError(
+            explain(
+                f"mass is on {mass.device}, cost_us on {cost_us.device}{where}",
+                "the choice is made on one device",
+                "move them to that of mass",
+            )
+        )
+    if cu_seqlens is not None and cu_seqlens.dtype != torch.int32:
+        raise ValueError(
+            explain(
+                f"cu_seqlens is {cu_seqlens.dtype}", "the choice reads int32", "pass that of the attention"
+            )
+        )
     if cu_seqlens is not None and (block_size < 1 or cu_seqlens.shape != (mass.shape[0] + 1,)):
         raise ValueError(
             explain(
@@ -216,10 +231,15 @@ def _tensor(name: str, value: float | Tensor, dtype: torch.dtype, like: Tensor) 
                     f"pass {name} as {dtype} on {like.device}",
                 )
             )
-        return value.to(dtype)
+        # What int32 does not hold must not wrap around; its largest stands for a length that is not known.
+        return value.clamp(max=INT32_MAX - 1).to(dtype) if dtype == torch.int32 else value.to(dtype)
     if not torch.compiler.is_compiling():
         if dtype != torch.float32:
             value = operator.index(value)  # type: ignore[arg-type]
-        elif not math.isfinite(value):
+            if name == "k0" and not 1 <= value < INT32_MAX:
+                raise ValueError(
+                    explain(f"k0 is {value}", "it counts blocks", "pass 1 or more, below 2^31 - 1")
+                )
+        elif not 0 <= value < math.inf:
             raise ValueError(explain(f"{name} is {value}", "it is a share", f"pass {name} between 0 and 1"))
     return torch.full((), value, dtype=dtype, device=like.device)

@@ -99,8 +99,8 @@ def moba_attention(
         >>> moba_attention(q, kv, kv, cu_seqlens, 2, block_size=32).shape
         torch.Size([100, 4, 64])
     """
-    call = _prepare(q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend)
-    chosen, budget, block_size, max_seqlen, max_budget, is_dense = call
+    call = prepare(q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend)
+    chosen, budget, block_size, max_seqlen, max_budget, is_dense, cu_seqlens = call
     if scale is None:
         scale = q.shape[2] ** -0.5
     elif not torch.compiler.is_compiling() and not math.isfinite(scale):
@@ -147,7 +147,7 @@ def moba_select(
         Numbers of the blocks within their sequence, ascending, -1 where there is none
         # [Hq, T, max_budget - 1] int16
     """
-    chosen, budget, block_size, max_seqlen, max_budget = prepare(
+    chosen, budget, block_size, max_seqlen, max_budget, _, cu_seqlens = prepare(
         q, k, None, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend
     )
     q, k = cast_as_autocast(q, k)  # what the attention selects with
@@ -162,6 +162,20 @@ def moba_select(
     return selection
 
 
+class Call(NamedTuple):
+    """What was found out about a call."""
+
+    backend: str
+    budget: Tensor  # [N, Hq]
+    block_size: int
+    max_seqlen: int
+    max_budget: int
+    is_dense: bool
+    """Whether every query is known to attend all earlier keys."""
+    cu_seqlens: Tensor
+    """Where sequences start, and the end; within the tokens where nobody has read them # [N + 1] int32"""
+
+
 def prepare(
     q: Tensor,
     k: Tensor,
@@ -172,35 +186,8 @@ def prepare(
     max_seqlen: int | None,
     max_budget: int | None,
     backend: str | None,
-) -> tuple[str, Tensor, int, int, int]:
-    """Check everything; return the backend, the budget # [N, Hq], the block size and the two bounds."""
-    call = _prepare(q, k, v, cu_seqlens, budget, block_size, max_seqlen, max_budget, backend)
-    return call.backend, call.budget, call.block_size, call.max_seqlen, call.max_budget
-
-
-class _Call(NamedTuple):
-    """What was found out about a call."""
-
-    backend: str
-    budget: Tensor  # [N, Hq]
-    block_size: int
-    max_seqlen: int
-    max_budget: int
-    is_dense: bool
-    """Whether every query is known to attend all earlier keys."""
-
-
-def _prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    cu_seqlens: Tensor,
-    budget: int | Tensor,
-    block_size: int,
-    max_seqlen: int | None,
-    max_budget: int | None,
-    backend: str | None,
-) -> _Call:
+) -> Call:
+    """Check everything, as far as it can be without waiting for a device that need not be waited for."""
     check_block_size(block_size)
     check_bound("max_seqlen", max_seqlen)
     check_bound("max_budget", max_budget)
@@ -237,7 +224,9 @@ def _prepare(
         # Symbols stay symbols: a comparison here would compile anew for the other outcome.
         blocks = torch.sym_max(1, (max_seqlen + block_size - 1) // block_size)  # type: ignore[no-untyped-call]
         most = torch.sym_min(max_budget, blocks)  # type: ignore[no-untyped-call]
-        return _Call(chosen, expanded, block_size, max_seqlen, most, is_dense)
+        if chosen == "cuda":
+            cu_seqlens = _within(cu_seqlens, q.shape[0])
+        return Call(chosen, expanded, block_size, max_seqlen, most, is_dense, cu_seqlens)
     block_size = operator.index(block_size)
     max_seqlen = None if max_seqlen is None else operator.index(max_seqlen)
     max_budget = None if max_budget is None else operator.index(max_budget)
@@ -245,7 +234,12 @@ def _prepare(
     if chosen == "cuda" and max_seqlen is not None:
         known = None if isinstance(budget, Tensor) else operator.index(budget)
         trusted = trust_bounds(q.shape[0], group, known, block_size, max_seqlen, max_budget)
-    values = trusted or read_values(
-        q.shape[0], group, cu_seqlens, expanded, block_size, max_seqlen, max_budget
-    )
-    return _Call(chosen, expanded, block_size, *values)
+    if trusted is not None:
+        return Call(chosen, expanded, block_size, *trusted, _within(cu_seqlens, q.shape[0]))
+    values = read_values(q.shape[0], group, cu_seqlens, expanded, block_size, max_seqlen, max_budget)
+    return Call(chosen, expanded, block_size, *values, cu_seqlens)
+
+
+def _within(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Bring bounds that nobody has read within the tokens: kernels write where they say."""
+    return cu_seqlens.clamp(0, tokens).cummax(0).values

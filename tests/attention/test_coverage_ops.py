@@ -202,6 +202,11 @@ def test_the_rule_of_one_sequence_through_the_op():
     assert choose(100, k0=2, tolerance=0.5, cu_seqlens=bounds([96]), block_size=32) == [3]
 
 
+def test_a_k0_beyond_int32_bounds_nothing_and_does_not_wrap_around():
+    choose = [moba_budget(**(FINE | {"k0": k0, "tolerance": 0.0})) for k0 in (torch.tensor(2**32 + 1), 10)]
+    assert torch.equal(*choose)
+
+
 FINE = {
     "mass": torch.zeros(2, 4, 9),
     "cost_us": costs(2),
@@ -229,6 +234,10 @@ FINE = {
         ({"tolerance": torch.tensor(1)}, ValueError, "tolerance is torch.int64"),
         ({"tolerance": torch.tensor(float("nan"))}, ValueError, "tolerance is -?nan"),
         ({"k0": 0}, ValueError, "k0 is 0"),
+        ({"k0": 2**31}, ValueError, "k0 is 2147483648"),
+        ({"cost_us": costs(2).to("meta")}, ValueError, "cost_us on meta"),
+        ({"cu_seqlens": bounds([5, 6]).to("meta"), "block_size": 32}, ValueError, "cu_seqlens on meta"),
+        ({"cu_seqlens": bounds([5, 6]).long(), "block_size": 32}, ValueError, "cu_seqlens is torch.int64"),
         ({"k0": torch.tensor([1, 2, 3])}, ValueError, "k0 has shape \\(3,\\)"),
         ({"min_budget": 0}, ValueError, "min_budget is 0"),
         ({"cu_seqlens": bounds([5, 6])}, ValueError, "block_size is 0"),

@@ -36,6 +36,7 @@ VARIANTS = {"tiny": (("Bf16", 64),), "long": (("Bf16", 32),), "ranks_tiny": (("B
 VARIANTS["few"] = VARIANTS["ranks_few"] = (("Bf16", 64), ("Fp16", 64), ("Bf16", 128))
 VARIANTS["budgets_few"] = VARIANTS["budgets"] = ()
 DEFAULT = ("few", "ranks_few", "budgets_few")
+CASES = (*VARIANTS, "all", "ranks_all")
 # The .cu files that the test programs need.
 KERNELS = {"test_cuda_kernels": ("select", "index", "forward", "backward", "layout")}
 KERNELS["test_cuda_tuning"] = ("coverage", "budget", "select", "layout")
@@ -161,11 +162,21 @@ def test_of(cases: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "words", nargs="*", metavar="CASES SETTINGS", help="one set of cases; all if left out"
+        "words",
+        nargs="*",
+        metavar="CASES SETTINGS",
+        help=f"one set of cases ({', '.join(CASES)}) and emulator settings; {', '.join(DEFAULT)} if left out",
     )
-    parser.add_argument("--arch", default="sm_90a", help="whose PTX; sm_80 has other atomics")
+    parser.add_argument(
+        "--arch",
+        default="sm_90a",
+        choices=["sm_80", "sm_90a", "sm_120"],
+        help="whose PTX; sm_80 has other atomics",
+    )
     parser.add_argument("--tsan", action="store_true", help="under ThreadSanitizer")
     options = parser.parse_args()
+    if options.words and options.words[0] not in CASES:
+        parser.error(f"no set of cases is called {options.words[0]!r}: pass one of {', '.join(CASES)}")
     if why := missing():
         raise SystemExit(
             f"{why}: the PTX lane cannot run. To fix it, run `make lab-ptx`, which installs nvcc."

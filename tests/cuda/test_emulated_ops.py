@@ -21,7 +21,7 @@ from attention.moba_cases import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from sb_lightning.attention import moba_attention, moba_select
+from sb_lightning.attention import functional, moba_attention, moba_coverage, moba_select
 from sb_lightning.attention.backends import backends
 
 pytestmark = [
@@ -324,3 +324,24 @@ def test_opcheck():
     torch.library.opcheck(ops.moba_index.default, (selection, *integers, 16, 2), test_utils=only)
     torch.library.opcheck(ops.moba_forward.default, forward, test_utils=only)
     torch.library.opcheck(ops.moba_backward.default, backward, test_utils=only)
+
+
+@pytest.mark.parametrize(
+    "bad", [[0, 60, 101], [0, 60, 400], [0, -5, 100], [-3, 60, 100], [0, 2**31 - 1, 100]]
+)
+def test_bounds_that_nobody_reads_make_no_kernel_write_astray(bad, monkeypatch):
+    # As on a GPU: with max_seqlen and an int budget nothing is read.
+    monkeypatch.setattr(functional, "choose_backend", lambda *_: "cuda")
+    case = Case((60, 40), (4, 2), 64, 16, "bf16", (2, 2))
+    x = make_inputs(case)
+    cu_seqlens = torch.tensor(bad, dtype=torch.int32)
+    arguments = {"block_size": 16, "max_seqlen": 100}
+    out = moba_attention(x.q, x.k, x.v, cu_seqlens, 2, **arguments)
+    out.backward(torch.ones_like(out))
+    moba_select(x.q, x.k, cu_seqlens, 2, **arguments)
+    mass = moba_coverage(x.q, x.k, cu_seqlens, **arguments)
+    assert mass.isfinite().all()
+    if bad[1] == 60:
+        # Sequences before the bad bound are what they are.
+        right = moba_attention(x.q, x.k, x.v, x.cu_seqlens, 2, **arguments)
+        assert torch.equal(out[:60], right[:60])
